@@ -1,0 +1,58 @@
+# Two commands are enough on a fresh clone: `make run-multigpu` and `make test` set themselves up.
+
+PYTHON ?= python3
+NPROC ?= 2
+ARGS ?=
+PIP_ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm test lint format clean
+
+help:  ## print this list
+	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
+
+setup: $(READY)  ## make .venv with the versions of constraints.txt (once, and on change)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+		f"error: Python 3.10 or later is needed, $(PYTHON) is {sys.version.split()[0]}: make setup PYTHON=python3.12")'
+	@echo "one-time setup: installing PyTorch and the tools into .venv, a few minutes"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[course,dev]'
+	@touch $(READY)
+
+run-single: $(READY)  ## train in one process
+	$(BIN)/python scripts/single_gpu.py $(ARGS)
+
+run-multigpu: $(READY)  ## train in NPROC processes with mp.spawn: the main job
+	$(BIN)/python scripts/multigpu_spawn.py --nproc $(NPROC) $(ARGS)
+
+run-torchrun: $(READY)  ## train in NPROC processes with torchrun, resuming from snapshot.pt
+	$(TORCHRUN) scripts/multigpu_torchrun.py $(ARGS)
+
+run-slurm: $(READY)  ## train on two nodes of a Slurm cluster
+	@command -v srun > /dev/null || { echo "run-slurm needs a Slurm cluster: no srun on this machine." \
+		"Without one, the same script runs under torchrun:" >&2; \
+		echo "  $(TORCHRUN) scripts/multinode_slurm.py" >&2; exit 1; }
+	srun --nodes=2 --ntasks-per-node=$(NPROC) $(BIN)/python scripts/multinode_slurm.py $(ARGS)
+
+test: $(READY)  ## run all tests: real processes, no root needed, at most 10 minutes
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)  ## check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(READY)  ## format the code and mend what lint can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove .venv, caches, checkpoint.pt and snapshot.pt
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt snapshot.pt *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
