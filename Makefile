@@ -10,7 +10,7 @@ READY := .venv/.ready
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm test lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm test test-full lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -42,6 +42,9 @@ run-slurm: $(READY)  ## train on two nodes of a Slurm cluster
 	srun --nodes=2 --ntasks-per-node=$(NPROC) $(BIN)/python scripts/multinode_slurm.py $(ARGS)
 
 test: $(READY)  ## run all tests: real processes, no root needed, at most 10 minutes
+	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+
+test-full: $(READY)  ## run the long crosses as well
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)  ## check format, lint and types

@@ -10,16 +10,21 @@ import torch.distributed as dist
 @pytest.fixture(autouse=True)
 def no_leaks():
     """Fail a test that leaves a process group, a changed environment or a child process."""
-    ours = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
+    before = _environment()
     children = set(psutil.Process().children(recursive=True))
     yield
     group_left = dist.is_initialized()
     if group_left:
         dist.destroy_process_group()
-    now = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
-    os.environ.clear()
-    os.environ.update(ours)
-    left = [p for p in psutil.Process().children(recursive=True) if p not in children]
+    changed = {name for name, _ in _environment().items() ^ before.items()}
+    for name in changed:
+        os.environ.pop(name, None)
+    os.environ.update({name: before[name] for name in changed if name in before})
+    left = set(psutil.Process().children(recursive=True)) - children
     assert not group_left, "a process group was left open"
-    assert now == ours, f"the environment changed: {set(now.items()) ^ set(ours.items())}"
+    assert not changed, f"environment variables were changed: {changed}"
     assert not left, f"child processes were left: {left}"
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
