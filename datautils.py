@@ -1,20 +1,34 @@
-"""The two data sets of the course: real handwritten digits and a toy that can be learned."""
+"""What the four scripts share and no step of the course changes.
 
+The data: `MyTrainDataset`, `digits`, `load_dataset`, `count_right`.
+The start: `parse_args`, `pick_device`, `share_cores`, `read_slurm_step`.
+The file: `read_checkpoint`, `write_checkpoint`.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 import torch
+import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class MyTrainDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Hold `size` pairs of a uniform input (20,) and its target (1,), a fixed linear function of it.
+    """Hold `size` pairs of a uniform input (20,) and a target (1,), a fixed linear function of it.
 
     The inputs depend on `seed` alone, so every rank builds the same data set. The function is the
-    same for every seed: what is learned on one seed can be tested on another. A linear model with
-    MSE reaches a loss of 0.
+    same for every seed: what is learned on one seed can be tested on another.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
@@ -50,3 +64,156 @@ def _split_digits() -> dict[str, TensorDataset]:
         "train": TensorDataset(train_x.float() / 16, train_y.long()),
         "test": TensorDataset(test_x.float() / 16, test_y.long()),
     }
+
+
+def load_dataset(name: str) -> tuple[Dataset, Dataset, tuple[int, int], Callable[..., Tensor]]:
+    """Return train set, test set, (input, output) features and mean loss of "digits" or "toy"."""
+    if name == "digits":
+        return digits("train"), digits("test"), (64, 10), F.cross_entropy
+    return MyTrainDataset(2048, seed=0), MyTrainDataset(512, seed=1), (20, 1), F.mse_loss
+
+
+@torch.no_grad()
+def count_right(model: nn.Module, data: DataLoader, device: torch.device) -> Tensor:
+    """Return, (2,) float64 on `device`, how many answers of `model` are right and how many it gave.
+
+    Right is the class with the largest output, or for a float target a number within 0.1 of it.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for inputs, targets in data:  # (batch, features), and (batch,) classes or (batch, 1) numbers
+        outputs, targets = model(inputs.to(device)), targets.to(device)
+        is_class = targets.dtype == torch.int64
+        right = outputs.argmax(1) == targets if is_class else (outputs - targets).abs() < 0.1
+        totals += torch.tensor([right.sum(), len(targets)], device=device)
+    return totals
+
+
+def parse_args(description: str | None, checkpoint: str, nproc: int = 0) -> argparse.Namespace:
+    """Parse the flags that all scripts have; a wrong value is one line on stderr and exit code 2.
+
+    `checkpoint` is the default path; `nproc` above 0 is the default of --nproc, spawn's own flag.
+    """
+    parser = argparse.ArgumentParser(
+        description=description,
+        usage=argparse.SUPPRESS,  # an error is its own line, without the list of all flags
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--epochs", type=_above_zero(int), default=20, help="passes over the training set (20)")
+    add("--batch-size", type=_above_zero(int), default=32, help="samples a step, on each rank (32)")
+    add("--save-every", type=_above_zero(int), default=5, help="epochs between two saves (5)")
+    add("--lr", type=_above_zero(float), default=0.1, help="learning rate (0.1)")
+    add("--seed", type=int, default=0, help="of the initial weights and the order (0)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
+    add("--dataset", choices=["digits", "toy"], default="digits", help="default: digits")
+    add("--checkpoint", type=Path, default=checkpoint, metavar="PATH", help=f"({checkpoint})")
+    if nproc:
+        add("--nproc", type=_above_zero(int), default=nproc, help=f"processes to start ({nproc})")
+    return parser.parse_args()
+
+
+def _above_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"needs a finite {kind.__name__} above 0, not {text}")
+        return value
+
+    return parse
+
+
+def pick_device(flag: str, local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
+    """Return a GPU of its own for this rank if all `local_ranks` of the host get one, else the CPU.
+
+    The second value says which and why, in one line. `flag` is "auto", "cpu" or "cuda"; "cuda"
+    with too few GPUs exits, because two nccl ranks cannot share one.
+    """
+    gpus = torch.cuda.device_count()
+    have = f"{gpus or 'no'} GPU{'s' * (gpus > 1)} for {local_ranks} rank{'s' * (local_ranks > 1)}"
+    if flag != "cpu" and gpus >= local_ranks:
+        return torch.device("cuda", local_rank), f"{have}: running on CUDA"
+    if flag == "cuda":
+        _exit(f"--device cuda needs a GPU for every rank, found {have}: use --device cpu")
+    hint = f"; NPROC={gpus} uses the GPU{'s' * (gpus > 1)}" if flag == "auto" and gpus else ""
+    return torch.device("cpu"), f"{have}: running on the CPU{hint}"
+
+
+def share_cores(local_ranks: int) -> None:
+    """Leave this process its share of the cores, unless OMP_NUM_THREADS decides.
+
+    torch gives each process a thread for every core that it may use; torchrun sets
+    OMP_NUM_THREADS=1, spawn and srun nothing, and ranks with all cores each slow each other down.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_ranks))
+
+
+def read_slurm_step(env: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return the first host of this Slurm step, a port for it, and the ranks on this host.
+
+    The step may not include the first host of its job, and its tasks per node read "2(x3),1".
+    Two steps of a job get different ports; MASTER_PORT overrides the choice.
+    """
+    command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+    hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    port = 10000 + (int(env["SLURM_JOB_ID"]) * 61 + int(env["SLURM_STEP_ID"])) % 20000
+    tasks = [  # on each node: "2(x3),1" is 2, 2, 2, 1
+        count
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+        for _ in range(int(times or 1))
+    ]
+    return hosts[0], str(port), tasks[int(env["SLURM_NODEID"])]
+
+
+def read_checkpoint(path: Path, *keys: str) -> dict[str, Any] | None:
+    """Return what the checkpoint at `path` holds, None if there is no file yet.
+
+    It holds `keys`, or without them a model's weights by name. Exits with one line if the file is
+    something else, which a save would destroy, or if nothing can be written there.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if not path.exists():
+            return None
+        with path.open("r+b") as file:
+            content = _load(file)
+    except OSError as error:
+        _exit(f"cannot write {path}: {error.strerror or error}")
+    if not isinstance(content, dict) or not _holds(content, keys):
+        what = f"a checkpoint with {', '.join(keys)}" if keys else "a checkpoint of weights alone"
+        _exit(f"{path} is there but is not {what}: move it away or choose another --checkpoint")
+    return content
+
+
+def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
+    """Put `content` at `path` in one step: a crash leaves the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name is on disk only after this
+    os.fsync(folder)
+    os.close(folder)
+
+
+def _load(file: BinaryIO) -> object:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # noqa: BLE001 - arbitrary bytes can raise anything; the caller names the file
+        return None
+
+
+def _holds(content: dict[str, Any], keys: tuple[str, ...]) -> bool:
+    if keys:
+        return content.keys() == set(keys)
+    return all(isinstance(value, Tensor) for value in content.values())
+
+
+def _exit(message: str) -> NoReturn:
+    sys.exit(f"error: {message}")

@@ -1,0 +1,205 @@
+"""What cannot work is refused in one line, before any training, and nothing is lost."""
+
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from harness import SCRIPTS, run, torchrun
+
+import datautils
+
+KEYS = ("model", "optimizer", "epochs_run")
+
+
+def parse(monkeypatch, *flags, nproc=0):
+    monkeypatch.setattr(sys, "argv", ["script.py", *flags])
+    return datautils.parse_args("Train.", "checkpoint.pt", nproc)
+
+
+@pytest.mark.parametrize("flag", ["--epochs", "--batch-size", "--save-every", "--lr", "--nproc"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "many", ""])
+def test_numbers(monkeypatch, capsys, flag, value):
+    with pytest.raises(SystemExit) as exit_:
+        parse(monkeypatch, f"{flag}={value}", nproc=2)
+    assert exit_.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert flag in line and "above 0" in line and value in line
+
+
+def test_defaults(monkeypatch):
+    args = vars(parse(monkeypatch, nproc=2))
+    assert args == {
+        "epochs": 20,
+        "batch_size": 32,
+        "save_every": 5,
+        "lr": 0.1,
+        "seed": 0,
+        "device": "auto",
+        "dataset": "digits",
+        "checkpoint": Path("checkpoint.pt"),
+        "nproc": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("flag", "gpus", "local_ranks", "device", "says"),
+    [
+        ("auto", 0, 1, "cpu", "no GPU for 1 rank: running on the CPU"),
+        ("auto", 0, 2, "cpu", "no GPU for 2 ranks: running on the CPU"),
+        ("auto", 1, 1, "cuda:0", "1 GPU for 1 rank: running on CUDA"),
+        ("auto", 1, 2, "cpu", "1 GPU for 2 ranks: running on the CPU; NPROC=1 uses the GPU"),
+        ("auto", 2, 3, "cpu", "2 GPUs for 3 ranks: running on the CPU; NPROC=2 uses the GPUs"),
+        ("auto", 4, 2, "cuda:0", "4 GPUs for 2 ranks: running on CUDA"),
+        ("cpu", 1, 1, "cpu", "1 GPU for 1 rank: running on the CPU"),
+        ("cuda", 1, 1, "cuda:0", "1 GPU for 1 rank: running on CUDA"),
+    ],
+)
+def test_device_rule(monkeypatch, flag, gpus, local_ranks, device, says):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert datautils.pick_device(flag, 0, local_ranks) == (torch.device(device), says)
+
+
+def test_device_is_the_local_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert datautils.pick_device("auto", 3, 4)[0] == torch.device("cuda:3")
+
+
+@pytest.mark.parametrize(("gpus", "local_ranks"), [(0, 1), (1, 2)])
+def test_too_few_gpus(monkeypatch, gpus, local_ranks):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(SystemExit, match=r"^error: --device cuda needs .*--device cpu$"):
+        datautils.pick_device("cuda", 0, local_ranks)
+
+
+def make_bad_file(path: Path, kind: str) -> None:
+    """Put something at `path` that a save must not overwrite."""
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "text":
+        path.write_text("my thesis, all of it")
+    elif kind == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("chapter.txt", "my thesis, all of it")
+    elif kind == "cut":
+        torch.save(torch.nn.Linear(64, 64).state_dict(), path)
+        path.write_bytes(path.read_bytes()[:-100])
+    elif kind == "code":
+        torch.save({"weight": Evil(path.with_name("run"))}, path)
+    elif kind == "tensor":
+        torch.save(torch.zeros(3), path)
+    elif kind == "other keys":
+        torch.save({"model": {}, "optimizer": {}}, path)
+
+
+class Evil:
+    """Runs a command where the pickle is loaded without weights_only."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("keys", [(), KEYS])
+@pytest.mark.parametrize("kind", ["empty", "text", "zip", "cut", "code", "tensor", "other keys"])
+def test_not_a_checkpoint(tmp_path, kind, keys):
+    path = tmp_path / "checkpoint.pt"
+    make_bad_file(path, kind)
+    before = path.read_bytes()
+    with pytest.raises(SystemExit, match=r"^error: .* is there but is not a checkpoint .*$"):
+        datautils.read_checkpoint(path, *keys)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_weights_and_snapshots_are_not_mixed_up(tmp_path):
+    weights, snapshot = tmp_path / "weights.pt", tmp_path / "snapshot.pt"
+    torch.save(torch.nn.Linear(2, 2).state_dict(), weights)
+    torch.save(dict.fromkeys(KEYS, 1), snapshot)
+    assert datautils.read_checkpoint(weights).keys() == {"weight", "bias"}
+    assert datautils.read_checkpoint(snapshot, *KEYS) == dict.fromkeys(KEYS, 1)
+    with pytest.raises(SystemExit):
+        datautils.read_checkpoint(weights, *KEYS)
+    with pytest.raises(SystemExit):
+        datautils.read_checkpoint(snapshot)
+
+
+@pytest.mark.parametrize("where", ["missing/checkpoint.pt", "file/checkpoint.pt", "folder"])
+def test_unwritable_path(tmp_path, where):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit, match=r"^error: cannot write .*: (No such|Not a|Is a) .*$"):
+        datautils.read_checkpoint(tmp_path / where)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to any file")
+def test_read_only(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    tmp_path.chmod(0o500)
+    with pytest.raises(SystemExit, match=r"^error: cannot write .*: Permission denied$"):
+        datautils.read_checkpoint(path)
+    tmp_path.chmod(0o700)
+    torch.save(torch.nn.Linear(2, 2).state_dict(), path)
+    path.chmod(0o400)
+    with pytest.raises(SystemExit, match=r"^error: cannot write .*: Permission denied$"):
+        datautils.read_checkpoint(path)
+
+
+def test_no_file_yet(tmp_path):
+    assert datautils.read_checkpoint(tmp_path / "checkpoint.pt") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_save_keeps_the_old_file(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    datautils.write_checkpoint(path, {"weight": torch.ones(2)})
+    with pytest.raises(AttributeError):
+        datautils.write_checkpoint(path, {"weight": lambda: None})  # does not pickle
+    assert torch.equal(torch.load(path, weights_only=True)["weight"], torch.ones(2))
+
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    "script", ["single_gpu", "multigpu_spawn", "multigpu_torchrun", "multinode_slurm"]
+)
+@pytest.mark.parametrize(
+    "flags", [("--epochs", "0"), ("--device", "cuda"), ("--checkpoint", "thesis.txt")]
+)
+def test_each_script_refuses(tmp_path, script, flags):
+    """The real script ends in one line and writes nothing (its checks need no second rank)."""
+    (tmp_path / "thesis.txt").write_text("all of it")
+    result = run(sys.executable, SCRIPTS / f"{script}.py", *flags, cwd=tmp_path, env=ALONE)
+    assert result.code in (1, 2)
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1 and "error: " in result.stderr, result.stderr
+    assert (tmp_path / "thesis.txt").read_text() == "all of it"
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_spawn_refuses_no_processes(tmp_path):
+    """mp.spawn itself would start nothing and report success."""
+    result = run(sys.executable, SCRIPTS / "multigpu_spawn.py", "--nproc", "0", cwd=tmp_path)
+    assert result.code == 2
+    assert result.stderr.endswith("--nproc: needs a finite int above 0, not 0\n")
+
+
+def test_torchrun_script_needs_torchrun(tmp_path):
+    result = run(sys.executable, SCRIPTS / "multigpu_torchrun.py", cwd=tmp_path)
+    assert result.code == 1
+    assert result.stderr.startswith("error: RANK is not set: start this script with torchrun")
+
+
+def test_torchrun_ranks_refuse_alike(tmp_path):
+    (tmp_path / "snapshot.pt").write_text("all of it")
+    result = run(*torchrun(2, SCRIPTS / "multigpu_torchrun.py"), cwd=tmp_path, timeout=60)
+    assert result.code != 0
+    assert "snapshot.pt is there but is not a checkpoint with model, opt" in result.stderr
+    assert "epoch 1" not in result.stdout
+    assert (tmp_path / "snapshot.pt").read_text() == "all of it"
