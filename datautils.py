@@ -131,14 +131,25 @@ def pick_device(flag: str, local_rank: int, local_ranks: int) -> tuple[torch.dev
     The second value says which and why, in one line. `flag` is "auto", "cpu" or "cuda"; "cuda"
     with too few GPUs exits, because two nccl ranks cannot share one.
     """
-    gpus = torch.cuda.device_count()
+    visible = torch.cuda.device_count()
+    gpus = visible
+    if visible == 1 and _is_slurm_task():  # --gpus-per-task=1 shows each task its own GPU alone
+        gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", visible))
     have = f"{gpus or 'no'} GPU{'s' * (gpus > 1)} for {local_ranks} rank{'s' * (local_ranks > 1)}"
     if flag != "cpu" and gpus >= local_ranks:
-        return torch.device("cuda", local_rank), f"{have}: running on CUDA"
+        index = local_rank if visible >= local_ranks else 0
+        return torch.device("cuda", index), f"{have}: running on CUDA"
     if flag == "cuda":
         _exit(f"--device cuda needs a GPU for every rank, found {have}: use --device cpu")
     hint = f"; NPROC={gpus} uses the GPU{'s' * (gpus > 1)}" if flag == "auto" and gpus else ""
     return torch.device("cpu"), f"{have}: running on the CPU{hint}"
+
+
+def _is_slurm_task() -> bool:
+    """Return whether srun started this rank, and no torchrun in between."""
+    env = os.environ
+    is_task = "SLURM_LOCALID" in env and env.get("LOCAL_RANK") == env["SLURM_LOCALID"]
+    return is_task and "TORCHELASTIC_RUN_ID" not in env
 
 
 def share_cores(local_ranks: int) -> None:

@@ -68,6 +68,20 @@ def test_device_is_the_local_rank(monkeypatch):
     assert datautils.pick_device("auto", 3, 4)[0] == torch.device("cuda:3")
 
 
+def test_one_gpu_a_slurm_task(monkeypatch):
+    """Under --gpus-per-task=1 every task sees one GPU, its own, with index 0."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    step = {"LOCAL_RANK": "1", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "2"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    assert datautils.pick_device("auto", 1, 2)[0] == torch.device("cuda:0")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")  # --gpus-per-node=1: the two share it
+    assert datautils.pick_device("auto", 1, 2)[0] == torch.device("cpu")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun inside a task that sees one GPU
+    assert datautils.pick_device("auto", 1, 2)[0] == torch.device("cpu")
+
+
 @pytest.mark.parametrize(("gpus", "local_ranks"), [(0, 1), (1, 2)])
 def test_too_few_gpus(monkeypatch, gpus, local_ranks):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -1,0 +1,59 @@
+"""What the README says is so: the ladder's numbers, its commands, its sample output."""
+
+import re
+import subprocess
+from itertools import pairwise
+
+import pytest
+from harness import ROOT, SCRIPTS, run
+from test_ladder import LADDER
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("before", "after"), list(pairwise(LADDER)))
+def test_lines_changed(before, after):
+    command = ["git", "diff", "--no-index", "--numstat"]
+    command += [str(SCRIPTS / f"{name}.py") for name in (before, after)]
+    added, removed, _ = subprocess.run(
+        command, capture_output=True, text=True, timeout=30
+    ).stdout.split(maxsplit=2)
+    row = next(line for line in README.splitlines() if line.startswith(f"| [{after}.py]"))
+    assert f"| +{added} -{removed} |" in row
+
+
+def test_files_named_exist():
+    linked = re.findall(r"\]\(([^)]+)\)", README)
+    paths = [ROOT / path for path in linked + re.findall(r"`((?:tests|scripts)/[\w./]+)`", README)]
+    assert len(paths) >= 8
+    assert [path for path in paths if not path.exists()] == []
+
+
+def test_make_targets_exist(tmp_path):
+    targets = set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)", README))
+    assert {"run-multigpu", "test", "run-torchrun", "setup"} <= targets
+    for target in targets:
+        result = run("make", "-C", ROOT, "--dry-run", target, cwd=tmp_path)
+        assert result.code == 0, result.stderr
+
+
+def test_the_first_command_prints_what_the_readme_shows(tmp_path):
+    """`make run-multigpu`, here with its checkpoint elsewhere; the last digits may differ."""
+    shown = re.search(r"\$ make run-multigpu\n(.*?)\$ make test", README, re.DOTALL)
+    assert shown
+    flags = f"ARGS=--checkpoint={tmp_path / 'checkpoint.pt'}"
+    result = run("make", "-C", ROOT, "run-multigpu", flags, cwd=tmp_path)
+    assert result.code == 0, result.stderr
+    printed = [line for line in result.stdout.splitlines() if line.startswith(("epoch", "no GPU"))]
+    start, *epochs = [line for line in shown[1].splitlines() if line.startswith(("epoch", "no"))]
+    assert start == printed[0]
+    for line in epochs:
+        if "saved" in line:
+            continue
+        loss, accuracy = (float(number) for number in re.findall(r"\d\.\d+", line))
+        same = next(
+            other for other in printed if other.startswith(line.split(" | ")[0] + " | loss")
+        )
+        measured = [float(number) for number in re.findall(r"\d\.\d+", same)]
+        assert measured == pytest.approx([loss, accuracy], abs=0.015)
+    assert printed[-1].startswith("epoch 20 | saved ")
