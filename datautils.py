@@ -1,22 +1,24 @@
 """What the four scripts share and no step of the course changes.
 
 The data: `MyTrainDataset`, `digits`, `load_dataset`, `count_right`.
-The start: `parse_args`, `pick_device`, `share_cores`, `read_slurm_step`.
-The file: `read_checkpoint`, `write_checkpoint`.
+The start: `parse_args`, `pick_device`, `share_cores`, `read_slurm_step`, `open_store`.
+The file: `read_checkpoint`, `check_fits`, `write_checkpoint`.
 """
 
 import argparse
+import math
 import os
 import re
 import subprocess
 import sys
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -98,30 +100,33 @@ def parse_args(description: str | None, checkpoint: str, nproc: int = 0) -> argp
         usage=argparse.SUPPRESS,  # an error is its own line, without the list of all flags
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--epochs", type=_above_zero(int), default=20, help="passes over the training set (20)")
-    add("--batch-size", type=_above_zero(int), default=32, help="samples a step, on each rank (32)")
-    add("--save-every", type=_above_zero(int), default=5, help="epochs between two saves (5)")
-    add("--lr", type=_above_zero(float), default=0.1, help="learning rate (0.1)")
-    add("--seed", type=int, default=0, help="of the initial weights and the order (0)")
+    add, count = parser.add_argument, _number(int, 1, 2**31 - 1)
+    add("--epochs", type=count, default=20, help="passes over the training set (20)")
+    add("--batch-size", type=count, default=32, help="samples a step, on each rank (32)")
+    add("--save-every", type=count, default=5, help="epochs between two saves (5)")
+    rate = _number(float, sys.float_info.min, sys.float_info.max)
+    add("--lr", type=rate, default=0.1, help="learning rate (0.1); a snapshot keeps its own")
+    seed = _number(int, 0, 2**32 - 1)
+    add("--seed", type=seed, default=0, help="of the initial weights and the order (0)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
     add("--dataset", choices=["digits", "toy"], default="digits", help="default: digits")
     add("--checkpoint", type=Path, default=checkpoint, metavar="PATH", help=f"({checkpoint})")
     if nproc:
-        add("--nproc", type=_above_zero(int), default=nproc, help=f"processes to start ({nproc})")
+        add("--nproc", type=count, default=nproc, help=f"processes to start ({nproc})")
     return parser.parse_args()
 
 
-def _above_zero(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def parse(text: str) -> float:
+def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], int | float]:
+    def parse(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:
-            value = 0
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"needs a finite {kind.__name__} above 0, not {text}")
+            value = math.nan
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"needs {what}, not {text}")
         return value
 
+    what = "a finite number above 0" if kind is float else f"an integer from {low} to {high}"
     return parse
 
 
@@ -179,6 +184,22 @@ def read_slurm_step(env: Mapping[str, str]) -> tuple[str, str, str]:
     return hosts[0], str(port), tasks[int(env["SLURM_NODEID"])]
 
 
+def open_store() -> dist.Store:
+    """Return the store of this attempt, in which the ranks that a launcher started find each other.
+
+    torchrun serves one store through all its restarts (torch 2.13), where a new rank can read the
+    address of a dead one and wait for it: hence a prefix for each attempt. Agents on several nodes
+    count attempts differently; they can let rank 0 serve a new store each time instead.
+    """
+    store, _, _ = next(dist.rendezvous("env://"))  # of MASTER_ADDR and MASTER_PORT
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    if int(env["GROUP_WORLD_SIZE"]) > 1 and int(env["TORCHELASTIC_MAX_RESTARTS"]) > 0:
+        _exit("--max-restarts on several nodes needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun")
+    return dist.PrefixStore(env["TORCHELASTIC_RESTART_COUNT"], store)
+
+
 def read_checkpoint(path: Path, *keys: str) -> dict[str, Any] | None:
     """Return what the checkpoint at `path` holds, None if there is no file yet.
 
@@ -186,8 +207,9 @@ def read_checkpoint(path: Path, *keys: str) -> dict[str, Any] | None:
     something else, which a save would destroy, or if nothing can be written there.
     """
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
+        temporary = _temporary(path)
+        temporary.open("xb").close()
+        temporary.unlink()
         if not path.exists():
             return None
         with path.open("r+b") as file:
@@ -200,17 +222,39 @@ def read_checkpoint(path: Path, *keys: str) -> dict[str, Any] | None:
     return content
 
 
+def check_fits(path: Path, snapshot: dict[str, Any] | None, model: nn.Module) -> None:
+    """Exit with one line if the weights in `snapshot` are not of this `model`."""
+    if snapshot is None:
+        return
+    found, own = snapshot["model"], model.state_dict()
+    shapes = {name: value.shape for name, value in own.items()}
+    if (
+        not isinstance(found, dict)
+        or {n: getattr(v, "shape", 0) for n, v in found.items()} != shapes
+    ):
+        _exit(f"{path} holds another model's weights: choose its --dataset or another --checkpoint")
+
+
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Put `content` at `path` in one step: a crash leaves the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name is on disk only after this
+    temporary = _temporary(path)
+    try:
+        with temporary.open("xb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path.resolve())
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(temporary.parent, os.O_RDONLY)  # the new name is on disk only after this
     os.fsync(folder)
     os.close(folder)
+
+
+def _temporary(path: Path) -> Path:
+    """Return a name of its own for each save, in the folder of the file (not of a link to it)."""
+    return path.resolve().with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 
 def _load(file: BinaryIO) -> object:
@@ -223,7 +267,8 @@ def _load(file: BinaryIO) -> object:
 def _holds(content: dict[str, Any], keys: tuple[str, ...]) -> bool:
     if keys:
         return content.keys() == set(keys)
-    return all(isinstance(value, Tensor) for value in content.values())
+    named = all(isinstance(name, str) for name in content)
+    return bool(content) and named and all(isinstance(value, Tensor) for value in content.values())
 
 
 def _exit(message: str) -> NoReturn:

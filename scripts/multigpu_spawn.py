@@ -83,10 +83,10 @@ def main(rank, world_size, args, port):
     train_data = prepare_dataloader(train_set, args)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each item once in all
     test_data = DataLoader(test_shard, args.batch_size)
+    trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
     if rank == 0:
         batch = args.batch_size * world_size
         print(f"{why} | effective batch {batch} | {len(train_data)} optimizer steps an epoch")
-    trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
     trainer.train(args.epochs)
     dist.destroy_process_group()
 
@@ -94,8 +94,6 @@ def main(rank, world_size, args, port):
 if __name__ == "__main__":
     args = datautils.parse_args(__doc__, checkpoint="checkpoint.pt", nproc=2)
     datautils.read_checkpoint(args.checkpoint)  # refuses to overwrite any other file
-    datautils.pick_device(
-        args.device, local_rank=0, local_ranks=args.nproc
-    )  # a wrong --device ends here
+    datautils.pick_device(args.device, local_rank=0, local_ranks=args.nproc)  # exits if wrong
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # on a free port
     mp.spawn(main, args=(args.nproc, args, store.port), nprocs=args.nproc)

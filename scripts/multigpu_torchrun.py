@@ -19,7 +19,9 @@ def ddp_setup(device):
     gpu = device if device.type == "cuda" else None
     if gpu:
         torch.cuda.set_device(gpu)
-    dist.init_process_group("nccl" if gpu else "gloo", device_id=gpu)  # RANK, MASTER_ADDR and so on
+    store, backend = datautils.open_store(), "nccl" if gpu else "gloo"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=gpu)
 
 
 class Trainer:
@@ -33,8 +35,6 @@ class Trainer:
     def _load_snapshot(self, snapshot):
         self.model.load_state_dict(snapshot["model"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
-        if self.rank == 0:
-            print(f"{self.args.checkpoint} holds {snapshot['epochs_run']} epochs: going on")
         return snapshot["epochs_run"]
 
     def _run_batch(self, source, targets):
@@ -93,13 +93,15 @@ def main(args):
     ddp_setup(device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, test_set, model, optimizer, loss_fn = load_train_objs(args)
+    datautils.check_fits(args.checkpoint, args.snapshot, model)
     train_data = prepare_dataloader(train_set, args)
     test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each item once in all
     test_data = DataLoader(test_shard, args.batch_size)
+    trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
     if rank == 0:
         batch = args.batch_size * world_size
         print(f"{why} | effective batch {batch} | {len(train_data)} optimizer steps an epoch")
-    trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
+        print(f"{args.checkpoint}: {trainer.epochs_run} of {args.epochs} epochs are done")
     trainer.train(args.epochs)
     dist.destroy_process_group()
 

@@ -64,8 +64,8 @@ def main(args):
     train_set, test_set, model, optimizer, loss_fn = load_train_objs(args)
     train_data = prepare_dataloader(train_set, args)
     test_data = DataLoader(test_set, args.batch_size)
-    print(f"{why} | effective batch {args.batch_size} | {len(train_data)} optimizer steps an epoch")
     trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
+    print(f"{why} | effective batch {args.batch_size} | {len(train_data)} optimizer steps an epoch")
     trainer.train(args.epochs)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SCRIPTS, run, torchrun
+from harness import SCRIPTS, Running, run, torchrun
 
 import datautils
 
@@ -20,14 +20,26 @@ def parse(monkeypatch, *flags, nproc=0):
 
 
 @pytest.mark.parametrize("flag", ["--epochs", "--batch-size", "--save-every", "--lr", "--nproc"])
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "many", ""])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "many", "", "1" + 400 * "0"])
 def test_numbers(monkeypatch, capsys, flag, value):
     with pytest.raises(SystemExit) as exit_:
         parse(monkeypatch, f"{flag}={value}", nproc=2)
     assert exit_.value.code == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1
-    assert flag in line and "above 0" in line and value in line
+    assert flag in line and value in line
+    assert (
+        "a finite number above 0" if flag == "--lr" else "an integer from 1 to 2147483647"
+    ) in line
+
+
+@pytest.mark.parametrize("value", ["-1", "4294967296", "x"])
+def test_seed(monkeypatch, capsys, value):
+    with pytest.raises(SystemExit):
+        parse(monkeypatch, f"--seed={value}")
+    assert (
+        f"--seed: needs an integer from 0 to 4294967295, not {value}\n" in capsys.readouterr().err
+    )
 
 
 def test_defaults(monkeypatch):
@@ -105,6 +117,8 @@ def make_bad_file(path: Path, kind: str) -> None:
         torch.save({"weight": Evil(path.with_name("run"))}, path)
     elif kind == "tensor":
         torch.save(torch.zeros(3), path)
+    elif kind == "nothing":
+        torch.save({}, path)
     elif kind == "other keys":
         torch.save({"model": {}, "optimizer": {}}, path)
 
@@ -120,7 +134,9 @@ class Evil:
 
 
 @pytest.mark.parametrize("keys", [(), KEYS])
-@pytest.mark.parametrize("kind", ["empty", "text", "zip", "cut", "code", "tensor", "other keys"])
+@pytest.mark.parametrize(
+    "kind", ["empty", "text", "zip", "cut", "code", "tensor", "nothing", "other keys"]
+)
 def test_not_a_checkpoint(tmp_path, kind, keys):
     path = tmp_path / "checkpoint.pt"
     make_bad_file(path, kind)
@@ -164,6 +180,44 @@ def test_read_only(tmp_path):
         datautils.read_checkpoint(path)
 
 
+def test_a_name_too_long_to_save_beside(tmp_path):
+    with pytest.raises(SystemExit, match=r"^error: cannot write .*: File name too long$"):
+        datautils.read_checkpoint(tmp_path / ("x" * 252))
+
+
+def test_a_link_stays_a_link(tmp_path):
+    real, link = tmp_path / "real" / "weights.pt", tmp_path / "link.pt"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    assert datautils.read_checkpoint(link) is None
+    datautils.write_checkpoint(link, {"weight": torch.ones(2)})
+    assert link.is_symlink() and datautils.read_checkpoint(real).keys() == {"weight"}
+
+
+def test_two_runs_in_one_folder_both_save(tmp_path):
+    """Each save has a temporary file of its own: the last one wins, whole."""
+    code = """if True:
+        import sys, pathlib, torch, datautils
+        for number in range(100):
+            datautils.write_checkpoint(pathlib.Path("w.pt"), {"weight": torch.ones(1000)})
+            assert datautils.read_checkpoint(pathlib.Path("w.pt"))["weight"].sum() == 1000
+    """
+    command = (sys.executable, "-c", code)
+    with Running(*command, cwd=tmp_path) as one, Running(*command, cwd=tmp_path) as two:
+        results = [one.wait(), two.wait()]
+    assert [result.code for result in results] == [0, 0], results
+    assert [path.name for path in tmp_path.glob("*w.pt*")] == ["w.pt"]
+
+
+def test_weights_of_another_model(tmp_path):
+    path, model = tmp_path / "snapshot.pt", torch.nn.Linear(20, 1)
+    datautils.check_fits(path, None, model)
+    datautils.check_fits(path, {"model": model.state_dict()}, model)
+    for other in (torch.nn.Linear(64, 10).state_dict(), {"a": torch.ones(1)}, {}, 1, {"weight": 1}):
+        with pytest.raises(SystemExit, match=r"^error: .* holds another model's weights: .*$"):
+            datautils.check_fits(path, {"model": other}, model)
+
+
 def test_no_file_yet(tmp_path):
     assert datautils.read_checkpoint(tmp_path / "checkpoint.pt") is None
     assert list(tmp_path.iterdir()) == []
@@ -175,6 +229,7 @@ def test_a_failing_save_keeps_the_old_file(tmp_path):
     with pytest.raises(AttributeError):
         datautils.write_checkpoint(path, {"weight": lambda: None})  # does not pickle
     assert torch.equal(torch.load(path, weights_only=True)["weight"], torch.ones(2))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -201,7 +256,7 @@ def test_spawn_refuses_no_processes(tmp_path):
     """mp.spawn itself would start nothing and report success."""
     result = run(sys.executable, SCRIPTS / "multigpu_spawn.py", "--nproc", "0", cwd=tmp_path)
     assert result.code == 2
-    assert result.stderr.endswith("--nproc: needs a finite int above 0, not 0\n")
+    assert result.stderr.endswith("--nproc: needs an integer from 1 to 2147483647, not 0\n")
 
 
 def test_torchrun_script_needs_torchrun(tmp_path):

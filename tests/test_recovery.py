@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 
 import pytest
 import torch
@@ -56,10 +57,9 @@ def test_killed_rank_is_restarted(tmp_path, unbroken, script, rank):
         kill_rank(running, rank)
         result = running.wait()
     assert result.code == 0, result.stderr
-    text = result.stdout
-    first, second = text.split("epochs: going on from there")
+    first, second = re.split(rf"snapshot.pt: \d+ of {EPOCHS} epochs are done", result.stdout)[1:]
     saved = max(int(number) for number in re.findall(r"epoch (\d+) \| saved", first))
-    assert f"snapshot.pt holds {saved} " in first
+    assert f"snapshot.pt: {saved} of {EPOCHS} epochs are done" in result.stdout
     assert 3 <= saved < EPOCHS
     # An epoch whose end was printed but not saved is trained again; no other, and none is left out.
     assert epochs_trained(second) == list(range(saved + 1, EPOCHS + 1))
@@ -84,33 +84,70 @@ def test_a_finished_run_trains_no_more(tmp_path, unbroken):
     with start(tmp_path, "multinode_slurm.py") as running:
         result = running.wait()
     assert result.code == 0
-    assert f"holds {EPOCHS} epochs" in result.stdout
+    assert f"snapshot.pt: {EPOCHS} of {EPOCHS} epochs are done" in result.stdout
     assert epochs_trained(result.stdout) == []
     assert_same(torch.load(tmp_path / "snapshot.pt", weights_only=True), unbroken)
 
 
-def test_two_nodes(tmp_path, unbroken):
-    """Two torchrun agents are two nodes; local ranks repeat, ranks do not; one snapshot is read."""
-    apart = [tmp_path / "node0", tmp_path / "node1"]  # no common folder
-    for folder in apart:
+def start_nodes(folders, flags, restarts=0):
+    """Start one torchrun agent in each folder: to DDP, each is a node of one or two ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = ["--nnodes=2", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+    options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=nodes"]
+    command = [*torchrun(2, "")[:3], *options, SCRIPTS / "multinode_slurm.py", *flags]
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {}
+    return [Running(*command, cwd=folder, env=env) for folder in folders]
+
+
+def place(text):
+    """Return the (rank, local rank) pairs that a node printed."""
+    return re.findall(r"rank (\d) is local rank (\d) on ", text)
+
+
+def test_two_nodes_without_a_common_folder(tmp_path, unbroken):
+    """Local ranks repeat, ranks do not; all ranks go on from the snapshot that rank 0 has."""
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    for folder in folders:
         folder.mkdir()
-    torch.save(unbroken | {"epochs_run": EPOCHS - 1}, apart[0] / "snapshot.pt")
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # meeting point of agents
-    rendezvous = [
-        "--nnodes=2",
-        "--nproc-per-node=1",
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{store.port}",
-        "--rdzv-conf=is_host=false",
-        "--rdzv-id=test",
-    ]
-    command = [*torchrun(1, "")[:3], *rendezvous, SCRIPTS / "multinode_slurm.py", *FLAGS]
-    with Running(*command, cwd=apart[0]) as one, Running(*command, cwd=apart[1]) as two:
-        texts = [running.wait() for running in (one, two)]
-    assert [text.code for text in texts] == [0, 0], texts
-    ranks = sorted(
-        re.findall(r"rank (\d) is local rank (\d) on ", "".join(t.stdout for t in texts))
-    )
-    assert ranks == [("0", "0"), ("1", "0")]
-    trained = [epochs_trained(text.stdout) for text in texts]
-    assert sorted(trained) == [[], [EPOCHS]] or sorted(trained) == [[], list(range(1, EPOCHS + 1))]
+    torch.save(unbroken | {"epochs_run": EPOCHS - 1}, folders[0] / "snapshot.pt")
+    one, two = start_nodes(folders, FLAGS)
+    with one, two:
+        results = [node.wait() for node in (one, two)]
+    assert [result.code for result in results] == [0, 0], results
+    places = [place(result.stdout) for result in results]
+    assert [local for node in places for _, local in sorted(node)] == ["0", "1"] * 2
+    assert sorted(rank for node in places for rank, _ in node) == ["0", "1", "2", "3"]
+    main = 0 if ("0", "0") in places[0] else 1  # torchrun decides which node rank 0 is on
+    expected = [EPOCHS] if main == 0 else list(range(1, EPOCHS + 1))
+    assert epochs_trained(results[main].stdout) == expected
+    assert epochs_trained(results[1 - main].stdout) == []
+
+
+def test_killed_rank_of_two_nodes_is_restarted(tmp_path):
+    """The agents count restarts differently; all ranks meet again, and no epoch is lost.
+
+    The other node's ranks fail as well, for want of their peer, so one kill may cost two restarts.
+    """
+    flags = ("--epochs", "12", "--save-every", "1", "--batch-size", "8")
+    one, two = start_nodes([tmp_path, tmp_path], flags, restarts=5)
+    with one, two:
+        node = one if "0" in dict(place(one.wait_for("rank "))) else two
+        node.wait_for("epoch 2 | saved")
+        kill_rank(two if node is one else one, 3)
+        results = [agent.wait() for agent in (one, two)]
+    assert [result.code for result in results] == [0, 0], results
+    assert len(re.findall("of 12 epochs are done", node.text())) >= 2
+    assert torch.load(tmp_path / "snapshot.pt", weights_only=True)["epochs_run"] == 12
+
+
+def test_restarts_on_two_nodes_need_a_new_store_each(tmp_path):
+    """What would hang after a restart is refused before the training."""
+    env = {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    code = "import os, runpy\nos.environ.update({})\nrunpy.run_path({!r}, run_name='__main__')"
+    code = code.format(env, str(SCRIPTS / "multinode_slurm.py"))
+    (tmp_path / "start.py").write_text(code)
+    result = run(*torchrun(1, "start.py"), cwd=tmp_path)
+    assert result.code != 0
+    assert "needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in result.stderr
+    assert epochs_trained(result.stdout) == []

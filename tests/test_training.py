@@ -86,10 +86,10 @@ def assert_learned(result: Result, saved: Path, seed: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """Return the weights of single_gpu.py after 3 epochs with a batch of 96."""
+    """Return what single_gpu.py reports of 3 epochs with a batch of 96, and its weights."""
     folder = tmp_path_factory.mktemp("one_process")
-    train(folder, "single_gpu", 1, "--epochs", "3", "--batch-size", "96")
-    return weights(folder / "checkpoint.pt")
+    result = train(folder, "single_gpu", 1, "--epochs", "3", "--batch-size", "96")
+    return history(result.stdout), weights(folder / "checkpoint.pt")
 
 
 def test_single(tmp_path):
@@ -109,8 +109,11 @@ def test_ranks(tmp_path, one_process, script, nproc):
     for rank in range(nproc):  # what rank 0 saved is what every rank has, bit for bit
         assert_equal(weights(saved), weights(tmp_path / f"weights_of_rank_{rank}.pt"))
 
+    reported, reference = one_process
+    for mine, theirs in zip(history(result.stdout), reported, strict=True):
+        assert mine == pytest.approx(theirs, abs=2e-4)  # the loss is the mean over all ranks
     for name, value in weights(saved).items():  # 45 steps; only the order of sums differs
-        torch.testing.assert_close(value, one_process[name], rtol=0, atol=1e-5)
+        torch.testing.assert_close(value, reference[name], rtol=0, atol=1e-5)
 
 
 def test_each_step_of_the_ladder_computes_the_same(tmp_path):

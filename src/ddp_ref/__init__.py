@@ -1,0 +1,32 @@
+from .collectives import (
+    broadcast_object,
+    gather_objects,
+    gather_tensors,
+    reduce_mean,
+    reduce_sum,
+)
+from .decorators import on_rank, rank_first
+from .environment import LaunchInfo, detect_launch
+from .executor import ParallelExecutor, parallel_on_all_devices, parallelize_on_gpus
+from .initialize import DistInfo, cleanup_ddp, initialize_ddp, seed_everything
+from .launch import run_ranks
+
+__all__ = [
+    "DistInfo",
+    "LaunchInfo",
+    "ParallelExecutor",
+    "broadcast_object",
+    "cleanup_ddp",
+    "detect_launch",
+    "gather_objects",
+    "gather_tensors",
+    "initialize_ddp",
+    "on_rank",
+    "parallel_on_all_devices",
+    "parallelize_on_gpus",
+    "rank_first",
+    "reduce_mean",
+    "reduce_sum",
+    "run_ranks",
+    "seed_everything",
+]

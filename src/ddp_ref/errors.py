@@ -1,0 +1,50 @@
+"""Carry an exception to another process: its type, the place it was raised, its traceback."""
+
+import pickle
+import traceback
+
+import cloudpickle
+
+
+class RemoteTraceback(Exception):
+    """The traceback of another process: the cause it is shown as on Python 3.10, without notes."""
+
+
+def pack_exception(error: BaseException) -> bytes:
+    """Return `error` and its traceback as bytes, whatever the exception holds."""
+    described = "".join(traceback.format_exception_only(type(error), error)).strip()
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    return pickle.dumps((_pickled(error), described, trace))
+
+
+def unpack_exception(packed: bytes, where: str) -> BaseException:
+    """Return the exception that `pack_exception` packed, with `where` and its traceback as a note.
+
+    It has its original type if that survives pickling, else it is a RuntimeError with the type's
+    name and the text. `where` names the process: "rank 1", "cuda:0".
+    """
+    pickled, described, trace = pickle.loads(packed)
+    try:
+        error = pickle.loads(pickled) if pickled else RuntimeError(described)
+    except Exception:  # noqa: BLE001 - the user's classes are loaded here: anything may come
+        error = RuntimeError(described)
+    add_note(error, f"raised on {where}:\n{trace}")
+    return error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add `note` to `error`: its `add_note`, or on Python 3.10 the same list shown as a cause."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.__dict__.setdefault("__notes__", []).append(note)
+        error.__cause__ = RemoteTraceback("\n".join(error.__dict__["__notes__"]))
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Return `error` pickled, or None if it would not come back as the type that it is."""
+    try:
+        pickled = cloudpickle.dumps(error)
+        return pickled if type(pickle.loads(pickled)) is type(error) else None
+    except Exception:  # noqa: BLE001 - __reduce__ and __init__ are the user's: anything may come
+        return None

@@ -1,0 +1,248 @@
+"""Open and close the process group, and pick the device."""
+
+from __future__ import annotations  # a torch built without distributed has no ProcessGroup
+
+import atexit
+import hashlib
+import operator
+import os
+import random
+import sys
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from .environment import LaunchInfo, cores_per_rank, detect_launch
+from .hostlist import first_host
+from .rendezvous import forget, meet
+
+DEFAULT_TIMEOUT = timedelta(minutes=60)
+SIDE_TIMEOUT = timedelta(days=365)
+_first_host_from_slurm_nodelist = first_host
+
+
+class DistInfo(NamedTuple):
+    """Say which rank this process is, of how many, and on which device it works."""
+
+    distributed: bool
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+
+@dataclass
+class _Opened:
+    info: DistInfo
+    side: dist.ProcessGroup | None
+
+
+# What belongs to a default group is forgotten with it, whoever destroys it.
+_opened: WeakKeyDictionary[dist.ProcessGroup, _Opened] = WeakKeyDictionary()
+
+
+def initialize_ddp(
+    timeout: timedelta | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | str | None = None,
+    backend: str | None = None,
+    use_distributed: bool | None = None,
+) -> DistInfo:
+    """Open the process group this process was launched for, and say which rank it is.
+
+    Collective: all ranks call. A later call returns the same DistInfo. `use_distributed` False is
+    one process whatever the environment, True a group or an error, None a group where the launcher
+    tells of more than one rank. `rank` and `world_size` come together and win over the environment.
+    `timeout` (timedelta, 60 minutes) bounds the opening and every collective. `backend` is "nccl"
+    (CUDA), "gloo" (CPU) or None: CUDA where every rank has a GPU of its own, else the CPU.
+    Raises ValueError for a contradictory environment or argument, RuntimeError where the ranks do
+    not meet or, under "nccl", a rank has no GPU of its own; then no group is left open.
+    """
+    if backend not in (None, "nccl", "gloo"):
+        raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
+    if use_distributed is not False:
+        if dist.is_available() and dist.is_initialized():
+            return _current().info
+        launch = detect_launch(
+            rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
+        )
+        if _wanted(use_distributed, launch):
+            return _initialize_distributed(timeout, launch=launch, backend=backend)
+    device = torch.device("cpu") if backend == "gloo" else _pick_device(0)
+    return DistInfo(False, 0, 0, 1, device)
+
+
+def cleanup_ddp() -> None:
+    """Close the process group and every group made from it; without one, do nothing."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def side_group() -> dist.ProcessGroup | None:
+    """Return the gloo group of all ranks (timeout 365 days); None where no group is open.
+
+    Under a group that initialize_ddp did not open, the first call makes it: collective then.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    current = _current()
+    if current.side is None:
+        dist.barrier()  # new_group has no other bound than its timeout, here a year
+        current.side = _new_side_group()
+    return current.side
+
+
+def seed_everything(seed: int, *parts: int) -> None:
+    """Seed torch, CUDA, random and, where it is loaded, numpy from (seed, *parts).
+
+    `seed_everything(seed)` is the same on every rank, `seed_everything(seed, rank)` gives each rank
+    its own dropout, `seed_everything(seed, epoch, index)` each sample its own augmentation.
+    """
+    text = ",".join(str(operator.index(part)) for part in (seed, *parts))
+    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    torch.default_generator.manual_seed(number)  # torch.manual_seed takes 100 times as long
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number % 2**32)
+    in_worker = torch.utils.data.get_worker_info() is not None  # a DataLoader's: no CUDA there
+    if not in_worker and torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
+
+
+def _should_use_distributed(flag: bool | None) -> bool:
+    """Say whether to open a group: never for False, or an error for True where none can be."""
+    return flag is not False and _wanted(flag, detect_launch())
+
+
+def _is_env_distributed() -> bool:
+    """Say whether the environment has what a process group needs."""
+    return detect_launch().launcher != "none"
+
+
+def _wanted(flag: bool | None, launch: LaunchInfo) -> bool:
+    if flag is None:
+        return launch.world_size > 1 and dist.is_available()
+    if not dist.is_available():
+        raise RuntimeError("use_distributed=True, but this torch is built without distributed")
+    if launch.master_addr is None:
+        raise RuntimeError(
+            f"use_distributed=True, but {launch.reason}, no master to meet at: start with torchrun "
+            "or srun, or give rank, world_size, master_addr and master_port"
+        )
+    return True
+
+
+def _initialize_distributed(
+    timeout: timedelta | None = None,
+    *,
+    launch: LaunchInfo | None = None,
+    backend: str | None = None,
+) -> DistInfo:
+    """Open the group that `launch`, else the environment, describes; collective."""
+    launch = launch or detect_launch()
+    timeout = timeout or DEFAULT_TIMEOUT
+    try:
+        store, gpus = meet(launch, _gpu_id(_pick_device(launch.local_rank)), timeout)
+        device = _agree_on_device(launch, gpus, backend)
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device if cuda else None,
+        )
+        info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
+        _opened[_default_group()] = _Opened(info, _new_side_group())
+        dist.barrier()
+        if not cuda:
+            atexit.register(cleanup_ddp)  # a gloo thread that outlives the interpreter aborts it
+        if not cuda and not os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(cores_per_rank(launch))
+    except BaseException:
+        cleanup_ddp()
+        forget(launch)
+        raise
+    return info
+
+
+def _gpu_id(device: torch.device) -> str:
+    """Return what is unique to a GPU; "" for the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _agree_on_device(launch: LaunchInfo, gpus: list[str], backend: str | None) -> torch.device:
+    """Pick CUDA or the CPU, on all ranks alike, from the GPU id of each rank.
+
+    Counting devices would not do: under --gpus-per-task=1 each task sees one, its own.
+    """
+    found, ranks = len(set(gpus) - {""}), launch.world_size
+    if backend == "gloo" or (backend is None and found == 0):
+        return torch.device("cpu")
+    if found == ranks:
+        return _pick_device(launch.local_rank)
+    short = f"{found} GPU{'s' if found != 1 else ''} for {ranks} ranks"
+    if backend == "nccl":
+        raise RuntimeError(
+            f'{short}: backend="nccl" needs one for each; start as many ranks as there are GPUs, '
+            'or use backend="gloo"'
+        )
+    if launch.rank == 0:
+        warnings.warn(f"{short}: running on the CPU; start {found} to use CUDA", stacklevel=4)
+    return torch.device("cpu")
+
+
+def _pick_device(local_rank: int) -> torch.device:
+    """Return this local rank's CUDA device, the CPU where none is visible.
+
+    A task that sees only its own device (Slurm's --gpus-per-task=1) has index 0.
+    """
+    count = torch.cuda.device_count()
+    return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+
+
+def _resolve_device(device: torch.device | str) -> torch.device:
+    """Return `device` ("gpu" is "cuda") as it is; one that is not there: a warning and the CPU."""
+    wanted = torch.device(device.replace("gpu", "cuda") if isinstance(device, str) else device)
+    present = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if present and present.type == wanted.type else 0
+    if wanted.type == "cpu" or (wanted.index or 0) < count:
+        return wanted
+    short = f"{count} {wanted.type} device{'s' if count != 1 else ''}"
+    warnings.warn(f"no device {str(device)!r}, there are {short}: using the CPU", stacklevel=2)
+    return torch.device("cpu")
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _current() -> _Opened:
+    """Return what is known of the default group, also where somebody else opened it."""
+    group = _default_group()
+    if group not in _opened:
+        rank = dist.get_rank()
+        local_rank = int(os.environ.get("LOCAL_RANK") or rank)
+        device = torch.device("cpu")
+        if "nccl" in dist.get_backend_config():
+            device = group.bound_device_id or _pick_device(local_rank)
+        info = DistInfo(True, rank, local_rank, dist.get_world_size(), device)
+        _opened[group] = _Opened(info, None)
+    return _opened[group]
+
+
+def _new_side_group() -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=SIDE_TIMEOUT)

@@ -1,0 +1,47 @@
+"""Send values to another process: functions by cloudpickle, tensors by `torch.save`."""
+
+from io import BytesIO
+from typing import Any
+
+import cloudpickle
+import torch
+
+
+def dumps(what: str, value: Any) -> bytes:
+    """Return `value` as bytes; raise TypeError, with `what` it is, where it does not pickle."""
+    buffer = BytesIO()
+    try:
+        torch.save(value, buffer, pickle_module=_CloudPickle(), pickle_protocol=5)
+    except Exception as error:
+        raise TypeError(f"{what} cannot be pickled: {error}") from error
+    return buffer.getvalue()
+
+
+def loads(packed: bytes) -> Any:
+    """Return what `dumps` packed; a tensor of a GPU that is not here comes to the CPU."""
+    return torch.load(BytesIO(packed), map_location=_place, weights_only=False)
+
+
+class _CloudPickle:
+    """What `torch.save` takes for a pickle module: cloudpickle, with views cut to their size."""
+
+    __name__ = "cloudpickle"
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if type(obj) is torch.Tensor and _is_view(obj):
+                return obj.detach().clone().requires_grad_(obj.requires_grad).__reduce_ex__(5)
+            return super().reducer_override(obj)
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    """Say whether the storage, all of which would be sent, holds more than the tensor."""
+    if tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def _place(storage: Any, location: str) -> Any:
+    device = torch.device(location)
+    here = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+    return torch.serialization.default_restore_location(storage, location if here else "cpu")

@@ -1,0 +1,446 @@
+"""What on_rank and rank_first promise, checked on every rank: run by test_on_rank.py."""
+
+import itertools
+import operator
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rank_checks import raised, run_checks
+
+from ddp_ref.decorators import on_rank, rank_first
+from ddp_ref.initialize import cleanup_ddp, initialize_ddp
+
+SOON = timedelta(seconds=0.3)
+
+
+class ScriptError(Exception):
+    """An exception of the script itself: on every rank it must be caught as this very class."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.number = 5
+
+
+class TwoArguments(Exception):
+    """It pickles, and does not unpickle."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def subsets():
+    world = range(dist.get_world_size())
+    return [set(s) for n in world for s in itertools.combinations(world, n + 1)]
+
+
+def usable():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    assert on_rank(0, broadcast=True)(lambda: "usable")() == "usable"
+
+
+def wait_for(file):
+    while not Path(file).exists():
+        time.sleep(0.01)
+
+
+def text_of(error):
+    return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", []))
+
+
+def check_it_runs_on_the_listed_ranks_alone():
+    me = dist.get_rank()
+    for ranks in subsets():
+        ran = []
+
+        @on_rank(ranks)
+        def work(value, *, other, ran=ran):
+            ran.append(dist.get_rank())
+            return value + other
+
+        assert work(40, other=2) == (42 if me in ranks else None)
+        assert ran == ([me] if me in ranks else [])
+
+
+def check_a_rank_is_an_int_or_any_collection():
+    last = dist.get_world_size() - 1
+    for ranks in (last, [last], (last, last), {last}, range(last, last + 1)):
+        assert on_rank(ranks, broadcast=True)(dist.get_rank)() == last
+
+
+def check_all_wait_for_the_end_of_the_work():
+    for ranks in subsets():
+        name = "-".join(map(str, ranks))
+
+        @on_rank(ranks)
+        def work(name=name):
+            time.sleep(0.1 * dist.get_rank())
+            Path(f"{name}.{dist.get_rank()}.done").touch()
+
+        work()
+        assert all(Path(f"{name}.{rank}.done").exists() for rank in ranks)
+
+
+def check_no_rank_returns_before_all_have_called():
+    for late in range(dist.get_world_size()):
+        if dist.get_rank() == late:
+            time.sleep(0.2)
+            Path(f"late{late}").touch()
+        on_rank(0)(lambda: None)()
+        assert Path(f"late{late}").exists()
+
+
+def check_broadcast_returns_the_result_everywhere():
+    me = dist.get_rank()
+    for ranks in subsets():
+        work = on_rank(ranks, broadcast=True)(lambda: {"from": dist.get_rank(), "x": torch.ones(3)})
+        result = work()
+        assert result["from"] == (me if me in ranks else min(ranks))
+        assert torch.equal(result["x"], torch.ones(3))
+    assert on_rank(0, broadcast=True)(lambda: None)() is None
+    large = on_rank(0, broadcast=True)(lambda: torch.arange(2_000_000))()
+    assert torch.equal(large, torch.arange(2_000_000))
+
+
+def check_a_result_that_cannot_be_sent_is_an_error_on_all():
+    for rank in range(dist.get_world_size()):
+        assert on_rank(rank)(threading.Lock)() is None or dist.get_rank() == rank
+        error = raised(TypeError, on_rank(rank, broadcast=True)(threading.Lock))
+        assert "lock" in str(error) and f"rank {rank}" in text_of(error)
+    usable()
+
+
+def check_an_exception_is_raised_on_all_with_type_rank_and_traceback():
+    for ranks in subsets():
+
+        @on_rank(ranks)
+        def fail_here(kind, *args):
+            raise kind(*args)
+
+        first = f"raised on rank {min(ranks)} in"
+        for kind, args in [(ValueError, ("no",)), (KeyError, ("no", 1)), (OSError, ())]:
+            error = raised(kind, fail_here, kind, *args)
+            assert error.args == args and first in text_of(error)
+            if dist.get_rank() != min(ranks):
+                assert "in fail_here" in text_of(error)
+        error = raised(SystemExit, fail_here, SystemExit, 7)
+        assert error.code == 7 and first in text_of(error)
+        assert first in text_of(raised(KeyboardInterrupt, fail_here, KeyboardInterrupt))
+    usable()
+
+
+def check_an_exception_that_does_not_unpickle_keeps_its_name_and_text():
+    class Local(Exception):
+        pass
+
+    for rank in range(dist.get_world_size()):
+
+        @on_rank(rank)
+        def fail(kind, *args):
+            raise kind(*args)
+
+        error = raised(RuntimeError, fail, TwoArguments, "this", "that")
+        assert "TwoArguments: this and that" in str(error)
+        assert f"raised on rank {rank} in" in text_of(error)
+        if dist.get_rank() == rank:
+            assert type(error.__cause__) is TwoArguments
+        try:
+            fail(Local, "here")
+        except Exception as local:  # noqa: BLE001 - a Local or, where it cannot travel, its text
+            assert "Local" in text_of(local) and "here" in str(local)
+    usable()
+
+
+def check_of_several_exceptions_the_lowest_rank_is_raised():
+    for ranks in subsets():
+
+        @on_rank(ranks)
+        def fail():
+            time.sleep(0.05 * (dist.get_world_size() - dist.get_rank()))  # the lowest comes last
+            raise (ValueError, KeyError, OSError)[dist.get_rank()](f"from {dist.get_rank()}")
+
+        error = raised((ValueError, KeyError, OSError)[min(ranks)], fail)
+        for rank in ranks:
+            assert f"from {rank}" in text_of(error)
+            assert f"raised on rank {rank} in" in text_of(error)
+        assert len(error.__notes__) == len(ranks)
+    usable()
+
+
+def check_one_failure_among_several_workers_is_raised_on_all():
+    everyone = range(dist.get_world_size())
+    for bad in everyone:
+
+        @on_rank(everyone)
+        def work(bad=bad):
+            if dist.get_rank() == bad:
+                raise ValueError(f"from {bad}")
+
+        assert str(raised(ValueError, work)) == f"from {bad}"
+    usable()
+
+
+def check_a_rank_outside_the_world_is_an_error_on_all_ranks():
+    world = dist.get_world_size()
+    for ranks in (world, -1, [0, world], [], (), set(), range(0)):
+        work = on_rank(ranks)(lambda: None)
+        assert f"0 to {world - 1}" in str(raised(ValueError, work))
+    raised(ValueError, rank_first(world).__enter__)
+    usable()
+
+
+def check_ranks_in_different_calls_get_an_error():
+    me, everyone = dist.get_rank(), range(dist.get_world_size())
+
+    def one():
+        pass
+
+    def two():
+        pass
+
+    def block_first():
+        with rank_first():
+            pass
+
+    for other, first, second in itertools.product(everyone, repeat=3):
+        call = on_rank(second)(two) if me == other else on_rank(first)(one)
+        error = raised(RuntimeError, call)
+        assert "one on rank" in str(error) and "two on rank" in str(error)
+        assert me == other or f"rank {other} is in" in str(error)
+        assert "the same order" in str(error)
+    for other in everyone:  # the same function, for other ranks
+        raised(RuntimeError, on_rank(int(me == other))(one))
+        raised(RuntimeError, block_first if me == other else on_rank(0)(one))
+    usable()
+
+
+def check_a_failure_is_raised_also_where_another_call_runs():
+    for other in range(1, dist.get_world_size()):
+
+        @on_rank(0)
+        def fail():
+            raise ValueError("no")
+
+        error = raised(ValueError, on_rank(0)(print) if dist.get_rank() == other else fail)
+        assert "the same order" in text_of(error) or dist.get_rank() not in (0, other)
+    usable()
+
+
+def check_a_call_inside_a_running_body_exchanges_nothing():
+    me = dist.get_rank()
+    everyone = range(dist.get_world_size())
+    for ranks in subsets():
+        for inner_ranks in subsets():
+
+            @on_rank(inner_ranks, True, broadcast=True, max_wait=SOON)
+            def inner():
+                return "inner"
+
+            @on_rank(ranks)
+            def outer(inner=inner):
+                first = inner()
+                with rank_first(everyone[-1]):
+                    return first, inner()
+
+            expected = ("inner" if me in inner_ranks else None,) * 2
+            assert outer() == (expected if me in ranks else None)
+    usable()
+
+
+def check_a_call_by_a_thread_of_a_body_exchanges_nothing():
+    inner = on_rank(0)(dist.get_rank)
+
+    @on_rank(0, broadcast=True)
+    def outer():
+        results = []
+        thread = threading.Thread(target=lambda: results.append(inner()))
+        thread.start()
+        thread.join()
+        return results
+
+    assert outer() == [0]
+
+
+def check_an_exception_of_an_inner_call_is_raised_on_all():
+    @on_rank(0)
+    def inner():
+        raise LookupError("inner")
+
+    @on_rank(0)
+    def outer():
+        raised(LookupError, inner)
+        inner()
+
+    assert "inner" in str(raised(LookupError, outer))
+    usable()
+
+
+def check_methods():
+    class Model:
+        def __init__(self):
+            self.seen = []
+
+        @on_rank(0)
+        def instance(self, value):
+            self.seen.append(value)
+            return self, value
+
+        @classmethod
+        @on_rank(0, broadcast=True)
+        def on_class(cls, value):
+            return cls.__name__, value
+
+        @staticmethod
+        @on_rank(0, broadcast=True)
+        def on_nothing(value):
+            return value
+
+        @property
+        @on_rank(0, broadcast=True)
+        def size(self):
+            return len(self.seen)
+
+    class Child(Model):
+        pass
+
+    here = dist.get_rank() == 0
+    model = Child()
+    assert model.instance(1) == ((model, 1) if here else None)
+    assert model.seen == ([1] if here else [])
+    assert model.on_class(2) == Child.on_class(2) == ("Child", 2)
+    assert model.on_nothing(3) == Child.on_nothing(3) == 3
+    assert model.size == 1
+
+
+def check_barrier_adds_the_default_group_s_own():
+    calls = []
+    original = dist.barrier
+    dist.barrier = lambda *args, **kwargs: [calls.append(1), original(*args, **kwargs)]
+    try:
+        on_rank(0)(int)()
+        assert calls == []
+        on_rank(0, True)(int)()
+        on_rank(0, barrier=True)(int)()
+        assert calls == [1, 1]
+        raised(ValueError, on_rank(0, barrier=True)(lambda: int("no")))
+        assert calls == [1, 1]
+    finally:
+        dist.barrier = original
+
+
+def check_max_wait_ends_the_wait_and_what_comes_late_is_not_mixed_up():
+    me, everyone = dist.get_rank(), range(dist.get_world_size())
+    for worker in everyone:
+        files = [f"gave_up.{worker}.{rank}" for rank in everyone if rank != worker]
+
+        @on_rank(worker, broadcast=True, max_wait=SOON)
+        def slow(files=files):
+            for file in files:
+                wait_for(file)
+            return "late"
+
+        if me == worker:
+            assert slow() == "late"
+        else:
+            error = raised(TimeoutError, slow)
+            assert f"rank {worker} has" in str(error) and "slow" in str(error)
+            Path(f"gave_up.{worker}.{me}").touch()
+        for number in range(3):
+            assert on_rank(worker, broadcast=True)(operator.abs)(number) == number
+    threads = [t for t in threading.enumerate() if t.name.endswith("(_swap)")]
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    usable()
+
+
+def check_max_wait_does_not_bound_the_work():
+    @on_rank(range(dist.get_world_size()), max_wait=timedelta(seconds=20))
+    def work():
+        return "done"
+
+    assert work() == "done"
+
+
+def check_rank_first_goes_first():
+    for first in range(dist.get_world_size()):
+        if dist.get_rank() == first:
+            time.sleep(0.1)
+        with rank_first(first):
+            if dist.get_rank() == first:
+                time.sleep(0.1)
+                Path(f"first{first}").touch()
+            assert Path(f"first{first}").exists()
+
+
+def check_an_exception_of_the_first_rank_is_raised_instead_of_the_block():
+    for first in range(dist.get_world_size()):
+        for kind in (LookupError, SystemExit, KeyboardInterrupt, StopIteration):
+            ran = []
+            try:
+                with rank_first(first):
+                    ran.append(True)
+                    raise kind("no")
+            except BaseException as error:  # noqa: BLE001 - asserted
+                assert type(error) is kind or (
+                    kind is StopIteration and type(error) is RuntimeError
+                ), error
+                assert f"raised on rank {first}" in text_of(error) or kind is StopIteration
+            else:
+                raise AssertionError("nothing was raised")
+            assert bool(ran) == (dist.get_rank() == first)
+    usable()
+
+
+def check_an_exception_of_a_later_rank_is_its_own():
+    last = dist.get_world_size() - 1
+    try:
+        with rank_first(0):
+            if dist.get_rank() == last:
+                raise LookupError("mine alone")
+    except LookupError:
+        assert dist.get_rank() == last
+    else:
+        assert dist.get_rank() != last
+    usable()
+
+
+def check_a_context_manager_of_the_user_may_call():
+    @contextmanager
+    def logged():
+        on_rank(0)(lambda: None)()
+        yield
+
+    with logged():
+        usable()
+
+
+def check_a_new_group_starts_anew():
+    cleanup_ddp()
+    assert on_rank(0)(lambda: "alone")() == "alone"
+    initialize_ddp()
+    usable()
+
+
+def check_an_exception_of_the_script_arrives_as_each_rank_s_own_class():
+    for rank in range(dist.get_world_size()):
+
+        @on_rank(rank)
+        def fail():
+            raise ScriptError("no")
+
+        try:
+            fail()
+        except ScriptError as error:
+            assert error.number == 5 and f"raised on rank {rank} in" in text_of(error)
+    usable()
+
+
+if __name__ == "__main__":
+    run_checks(globals())

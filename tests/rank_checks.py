@@ -1,0 +1,85 @@
+"""Run many checks in one set of real ranks: starting ranks takes seconds, a check milliseconds.
+
+A script defines `check_...` functions, which every rank calls in the same order, and ends with
+`run_checks(globals())`. A test asks for one of them by name with `check_passes`.
+"""
+
+import functools
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from harness import run, torchrun
+
+HERE = Path(__file__).parent
+TIMEOUT = timedelta(seconds=60)
+
+
+def run_checks(namespace: dict[str, Any]) -> None:
+    """Call every check in this rank, and write what became of each; stop at the first failure.
+
+    The group is opened by the user's own init_process_group under `--foreign`, else by ddp_ref.
+    """
+    import torch.distributed as dist
+
+    from ddp_ref.initialize import initialize_ddp
+
+    if "--foreign" in sys.argv:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    else:
+        initialize_ddp(TIMEOUT)
+    results = Path(f"rank{dist.get_rank()}.json")
+    done: dict[str, str] = {}
+    for name in _names(namespace):
+        try:
+            namespace[name]()
+            done[name] = "passed"
+        except BaseException:  # noqa: BLE001 - reported, whatever it is, by the test that asks
+            done[name] = traceback.format_exc()
+        results.write_text(json.dumps(done))
+        if done[name] != "passed":
+            os._exit(1)  # its peers would wait for this rank: let them fail too
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def checks(script: str) -> list[str]:
+    """Return the names of the checks in `script`, without running it."""
+    source = (HERE / script).read_text()
+    return [line[4:].split("(")[0] for line in source.splitlines() if line.startswith("def check_")]
+
+
+def check_passes(script: str, name: str, world: int, *flags: str) -> None:
+    """Fail unless the check passed on every rank; the first question runs them all."""
+    for rank, done in enumerate(_results(script, world, *flags)):
+        result = done.get(name, "was not reached")
+        assert result == "passed", f"{name} on rank {rank} of {world}: {result}"
+
+
+@functools.cache
+def _results(script: str, world: int, *flags: str) -> list[dict[str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run(*torchrun(world, HERE / script, *flags), cwd=Path(folder))
+        files = [Path(folder) / f"rank{rank}.json" for rank in range(world)]
+        assert all(file.exists() for file in files), ended.stderr
+        return [json.loads(file.read_text()) for file in files]
+
+
+def _names(namespace: dict[str, Any]) -> list[str]:
+    return [name for name in namespace if name.startswith("check_")]
+
+
+def raised(kind: type[BaseException], call: Callable[..., object], *args: object) -> BaseException:
+    """Return the exception of exactly this type that the call raises; fail if it raises none."""
+    try:
+        call(*args)
+    except BaseException as error:  # noqa: BLE001 - returned
+        assert type(error) is kind, f"{kind} was awaited"
+        return error
+    raise AssertionError(f"{call} raised nothing, {kind} was awaited")

@@ -1,0 +1,370 @@
+"""Launch detection and Slurm host lists: fixed vectors, and the real scontrol as the judge."""
+
+import os
+import shutil
+import subprocess
+from itertools import combinations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ddp_ref.environment import LaunchInfo, available_cores, cores_per_rank, detect_launch
+from ddp_ref.hostlist import expand_hostlist, first_host
+
+TORCHRUN = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "8",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node7",
+    "MASTER_PORT": "29400",
+}
+# Copied from a task that Slurm 22.05 started with `srun --nodes=2 --ntasks=3` inside an sbatch.
+STEP = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "1",
+    "SLURM_STEP_NODELIST": "n[3-4]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1",
+}
+BATCH = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+INTERACTIVE = BATCH | {
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+
+
+def test_torchrun_variables():
+    assert detect_launch(TORCHRUN) == LaunchInfo(
+        launcher="torchrun",
+        rank=5,
+        local_rank=1,
+        world_size=8,
+        local_world_size=4,
+        nnodes=2,
+        master_addr="node7",
+        master_port=29400,
+        reason="RANK, LOCAL_RANK and WORLD_SIZE are set",
+    )
+
+
+def test_slurm_step():
+    info = detect_launch(STEP)
+    assert (info.launcher, info.rank, info.local_rank, info.world_size) == ("slurm", 2, 0, 3)
+    assert (info.local_world_size, info.nnodes) == (1, 2)
+    assert info.master_addr == "n3"  # of the step's nodes, not the job's
+    assert info.master_port not in range(32768, 61000)
+    assert info.master_port > 1023
+
+
+@pytest.mark.parametrize("environ", [{}, BATCH, INTERACTIVE, {"MASTER_PORT": "1"} | BATCH])
+def test_one_process(environ):
+    info = detect_launch(environ)
+    assert (info.launcher, info.rank, info.world_size, info.nnodes) == ("none", 0, 1, 1)
+    assert info.master_addr is None
+    assert info.master_port is None
+    assert ("Slurm" in info.reason) == ("SLURM_JOB_ID" in environ)
+
+
+def test_order_of_the_launchers():
+    assert detect_launch(STEP | TORCHRUN).launcher == "torchrun"  # srun torchrun
+    chosen = detect_launch(STEP | TORCHRUN, rank=3, world_size=7)
+    assert (chosen.launcher, chosen.rank, chosen.world_size) == ("arguments", 3, 7)
+
+
+def test_environment_is_read_at_the_call(monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(TORCHRUN))
+    assert detect_launch().rank == 5
+    os.environ["RANK"] = "6"
+    assert detect_launch().rank == 6
+
+
+def test_arguments():
+    info = detect_launch({}, rank=1, world_size=2, master_addr="localhost", master_port="29500")
+    assert (info.local_rank, info.local_world_size, info.nnodes) == (1, 2, 1)
+    assert (info.master_addr, info.master_port) == ("localhost", 29500)
+    info = detect_launch(TORCHRUN, rank=6, world_size=8, master_port=1234)
+    assert (info.local_rank, info.local_world_size, info.nnodes) == (1, 4, 2)
+    assert (info.master_addr, info.master_port) == ("node7", 1234)  # each where it is given
+    assert detect_launch({}, rank=0, world_size=1).master_addr is None  # nobody to meet
+    assert detect_launch(STEP, master_addr="n9", master_port=7).master_addr == "n9"
+
+
+def test_empty_variable_is_not_set():
+    assert detect_launch({"RANK": "", "MASTER_ADDR": "", "SLURM_STEP_NUM_TASKS": ""}).rank == 0
+
+
+def test_local_world_size_and_nodes_without_their_variables():
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    by_hand = {name: TORCHRUN[name] for name in names}
+    assert detect_launch(by_hand).local_world_size == 8
+    assert detect_launch(by_hand | {"LOCAL_WORLD_SIZE": "3"}).nnodes == 3
+    bare = {name: STEP[name] for name in STEP if not name.endswith("_PER_NODE")}
+    assert detect_launch(bare | {"SLURM_NODEID": "0"}).local_world_size == 3
+
+
+RANKS, MASTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), ("MASTER_ADDR", "MASTER_PORT")
+PARTS = [
+    (names, kept) for names in (RANKS, MASTER) for n in (1, 2) for kept in combinations(names, n)
+]
+
+
+@pytest.mark.parametrize(("names", "kept"), [part for part in PARTS if part[0] != part[1]])
+def test_part_of_a_set(names, kept):
+    """Every strict part of a set is an error that names exactly what is missing."""
+    base = {} if names == RANKS else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    with pytest.raises(ValueError, match=" not set: ") as error:
+        detect_launch(base | {name: TORCHRUN[name] for name in kept})
+    missing = str(error.value).split(" not set: ")[0].split(", ")
+    assert missing == [name for name in names if name not in kept]
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "message"),
+    [
+        ({}, {"rank": 0}, "rank=0 and world_size=None"),
+        ({}, {"world_size": 2}, "rank=None and world_size=2"),
+        ({}, {"rank": 0, "world_size": 2}, "MASTER_ADDR, MASTER_PORT not set"),
+        ({}, {"rank": 0, "world_size": 2, "master_addr": "a"}, "^MASTER_PORT not set"),
+        ({}, {"rank": 0, "world_size": 2, "master_port": 1}, "^MASTER_ADDR not set"),
+        (STEP, {"rank": 0, "world_size": 2}, "MASTER_ADDR, MASTER_PORT not set"),
+        ({}, {"rank": 2, "world_size": 2} | {"master_addr": "a", "master_port": 1}, "rank=2"),
+        ({}, {"rank": -1, "world_size": 1}, "rank=-1"),
+        ({}, {"rank": 0, "world_size": 0}, "world_size=0"),
+        ({"MASTER_PORT": "29500"}, {}, "MASTER_ADDR not set"),
+        (TORCHRUN | {"RANK": "x"}, {}, "RANK must be an integer, not 'x'"),
+        (TORCHRUN | {"WORLD_SIZE": "2.0"}, {}, "WORLD_SIZE must be an integer, not '2.0'"),
+        (TORCHRUN | {"RANK": "8"}, {}, "rank=8 and world_size=8"),
+        (TORCHRUN | {"RANK": "-1"}, {}, "rank=-1"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, {}, "local_rank=4 and local_world_size=4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, {}, "local_world_size=9 with world_size=8"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, {}, "MASTER_PORT must be .* not '65536'"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, {}, "MASTER_PORT must be .* not 'http'"),
+        (TORCHRUN, {"master_port": 0}, "MASTER_PORT must be .* not '0'"),
+        (STEP | {"SLURM_PROCID": "3"}, {}, "rank=3 and world_size=3"),
+        (STEP | {"SLURM_PROCID": "two"}, {}, "SLURM_PROCID must be an integer"),
+        (STEP | {"SLURM_LOCALID": "1"}, {}, "local_rank=1 and local_world_size=1"),
+        (STEP | {"SLURM_NODEID": "2"}, {}, "SLURM_NODEID=2 .*'2,1'"),
+        (STEP | {"SLURM_NODEID": "-1"}, {}, "SLURM_NODEID=-1"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x1"}, {}, r"2\(x3\),1 and not '2\(x1'"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1"}, {}, r"malformed host list 'n\[1' at 1"),
+        (STEP | {"SLURM_STEP_NUM_TASKS": "many"}, {}, "SLURM_STEP_NUM_TASKS must be an integer"),
+        (STEP | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
+    ],
+)
+def test_error(environ, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        detect_launch(environ, **arguments)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"],
+)
+def test_step_without(name):
+    with pytest.raises(ValueError, match=f"^{name} not set"):
+        detect_launch({key: value for key, value in STEP.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("counts", "locals_"),
+    [
+        ("3,1", [3, 1]),
+        ("2(x3),1", [2, 2, 2, 1]),
+        ("4", [4]),
+        ("1,2(x2),1(x2)", [1, 2, 2, 1, 1]),
+    ],
+)
+def test_tasks_per_node(counts, locals_):
+    for node, local in enumerate(locals_):
+        changed = {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}
+        info = detect_launch(STEP | changed | {"SLURM_STEP_NUM_TASKS": str(sum(locals_))})
+        assert (info.local_world_size, info.nnodes) == (local, len(locals_))
+
+
+def test_ports_of_steps():
+    """The steps of a job, and the first steps of jobs in a row, do not clash."""
+
+    def port(job: int, step: int) -> int | None:
+        launch = detect_launch(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        return launch.master_port
+
+    assert len({port(123456, step) for step in range(1000)}) == 1000
+    assert len({port(job, step) for job in range(900_000, 900_100) for step in range(10)}) == 1000
+    assert port(5, 1) == port(5, 1)
+    assert detect_launch(STEP | {"MASTER_PORT": "4321"}).master_port == 4321
+    both = detect_launch(STEP | {"MASTER_ADDR": "n4", "MASTER_PORT": "4321"})
+    assert (both.master_addr, both.master_port) == ("n4", 4321)
+
+
+def test_cores_per_rank():
+    """A rank's share is what is there by the ranks here; under Slurm, what the task asked for."""
+    cores = available_cores()
+    assert 1 <= cores <= os.cpu_count()
+    assert cores_per_rank(detect_launch({})) == cores
+    assert cores_per_rank(detect_launch(TORCHRUN)) == max(1, cores // 4)
+    step = detect_launch(STEP | {"SLURM_NODEID": "0"})  # two tasks on this node
+    assert cores_per_rank(step, {}) == max(1, cores // 2)
+    assert cores_per_rank(step, {"SLURM_CPUS_PER_TASK": "1"}) == 1
+    assert cores_per_rank(step, {"SLURM_CPUS_PER_TASK": "9999"}) == cores
+    with pytest.raises(ValueError, match="SLURM_CPUS_PER_TASK must be an integer, not 'all'"):
+        cores_per_rank(step, {"SLURM_CPUS_PER_TASK": "all"})
+
+
+HOSTLISTS = [
+    ("node[001-004,007]", "node001 node002 node003 node004 node007"),
+    ("a[1-2]b[3-4]", "a1b3 a1b4 a2b3 a2b4"),
+    ("n[1],x[3]", "n1 x3"),
+    (
+        "rack[1-2]-n[03-05,7]",
+        "rack1-n03 rack1-n04 rack1-n05 rack1-n7 rack2-n03 rack2-n04 rack2-n05 rack2-n7",
+    ),
+    ("n[1-2]b[3-4]c[5-6]", "n1b3c5 n1b3c6 n2b3c5 n2b3c6 n1b4c5 n1b4c6 n2b4c5 n2b4c6"),
+    ("n[1]b[2-3]c[4-5]d[6]", "n1b2c4d6 n1b3c4d6 n1b2c5d6 n1b3c5d6"),
+    ("n[1-2][3-4]", "n13 n14 n23 n24"),
+    ("login1", "login1"),
+    ("b,a,b", "b a b"),
+    ("n[3,1,2]", "n3 n1 n2"),
+    ("n[1,1],n1", "n1 n1 n1"),
+    ("n[1-2],n[2-3]", "n1 n2 n2 n3"),
+    ("n[08-11]", "n08 n09 n10 n11"),
+    ("n[9-010]", "n9 n10"),
+    ("n[1-3,02-04]", "n1 n2 n3 n02 n03 n04"),
+    ("gpu-a.example.org,gpu-b", "gpu-a.example.org gpu-b"),
+    ("[1-3]", "1 2 3"),
+    (" a,,b\tc\n", "a b c"),
+]
+
+
+@pytest.mark.parametrize(("text", "hosts"), HOSTLISTS)
+def test_hostlist(text, hosts):
+    assert expand_hostlist(text) == hosts.split()
+    assert first_host(text) == hosts.split()[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("", 0),
+        (" ,", 0),
+        ("n[1", 1),
+        ("n1]", 2),
+        ("n[1]]", 4),
+        ("n[[1]]", 1),
+        ("n[]", 2),
+        ("n[1,]", 4),
+        ("n[,1]", 2),
+        ("n[1-]", 2),
+        ("n[-1]", 2),
+        ("n[5-3]", 2),
+        ("n[1-2-3]", 2),
+        ("n[a]", 2),
+        ("n[1,2x3]", 4),
+        ("n[1]x", 4),
+        ("n[1]x,b", 4),
+        ("a[1-2]b[3", 6),
+        ("ok,n[1-2", 4),
+        ("n[\u0661]", 2),
+    ],
+)
+@pytest.mark.parametrize("read", [expand_hostlist, first_host])
+def test_malformed_hostlist(read, text, place):
+    with pytest.raises(ValueError) as error:
+        read(text)
+    assert f"{text!r} at {place}: " in str(error.value)
+
+
+def test_huge_range():
+    """Slurm refuses it, and the first host costs nothing."""
+    assert len(expand_hostlist("n[1-65536]")) == 65536
+    with pytest.raises(ValueError, match="65536 hosts"):
+        expand_hostlist("n[1-65537]")
+    assert first_host("n[0000007-999999999999],m[1-99999999]b[1-99999999]") == "n0000007"
+    assert first_host("m[5-99999999]b[1-99999999]c[1-99999999]") == "m5b1c1"
+
+
+@pytest.fixture
+def scontrol(tmp_path, monkeypatch):
+    """Return what `scontrol show hostnames` makes of a text."""
+    if shutil.which("scontrol") is None:
+        reason = "scontrol is not installed (Debian: slurm-client)"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    config = tmp_path / "slurm.conf"
+    config.write_text("ClusterName=test\nSlurmctldHost=localhost\nNodeName=localhost\n")
+
+    def show(text: str) -> list[str]:
+        return subprocess.run(
+            ["scontrol", "show", "hostnames", text],
+            env=os.environ | {"SLURM_CONF": str(config)},
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=20,
+        ).stdout.split()
+
+    return show
+
+
+letters = st.sampled_from(["n", "node", "rack", "a-", "x1.", "-n", "b2-"])
+numbers = st.tuples(st.integers(0, 120), st.integers(1, 4)).map(lambda p: f"{p[0]:0{p[1]}}")
+ranges = st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 3)).map(
+    lambda p: f"{p[0]:0{p[2]}}-{p[0] + p[1]:0{p[2]}}"
+)
+brackets = st.lists(numbers | ranges, min_size=1, max_size=3).map(lambda s: f"[{','.join(s)}]")
+pieces = st.tuples(letters, brackets).map("".join)
+names = letters | st.lists(pieces, min_size=1, max_size=4).map("".join)
+hostlists = st.lists(names, min_size=1, max_size=4).map(",".join)
+hostlists = hostlists.map("x".__add__)  # scontrol takes a leading "-" for an option
+# Broken ones: no "]" without its "[", and no "[" without its "]", which scontrol takes for letters.
+broken = st.lists(
+    st.sampled_from(["n", "[1-2]", "[]", "[3-1]", "[1,]", "[a]", ",", "[7]", "b", "[1-70000]"]),
+    min_size=1,
+    max_size=5,
+).map("".join)
+real_commands = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+@real_commands
+@given(text=hostlists)
+def test_hostlist_as_scontrol(scontrol, text):
+    assert expand_hostlist(text) == scontrol(text)
+    assert first_host(text) == scontrol(text)[0]
+
+
+@real_commands
+@given(text=broken)
+def test_what_scontrol_refuses_is_refused(scontrol, text):
+    expected = scontrol(text)
+    if expected:
+        assert expand_hostlist(text) == expected
+    else:
+        with pytest.raises(ValueError):
+            expand_hostlist(text)
+
+
+def test_vectors_as_scontrol(scontrol):
+    assert [scontrol(text) for text, _ in HOSTLISTS] == [hosts.split() for _, hosts in HOSTLISTS]

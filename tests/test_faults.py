@@ -1,0 +1,180 @@
+"""on_rank under faults: each rank dies, stops, is slow or is interrupted, at work or waiting."""
+
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import Running, run, torchrun
+
+SCRIPT = Path(__file__).with_name("fault_ranks.py")
+EVERY = [(world, worker) for world in (2, 3) for worker in range(world)]
+ENDS = {"SIGKILL": -signal.SIGKILL, "exit": 9}
+
+
+@contextmanager
+def ranks(world: int, folder: Path, *arguments: object) -> Iterator[list[Running]]:
+    """Start the ranks one by one, under no launcher: torchrun would end all as soon as one ends."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with ExitStack() as stack:
+        started = []
+        for rank in range(world):
+            env = {k: str(v) for k, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            command = [sys.executable, SCRIPT, *map(str, arguments)]
+            started.append(stack.enter_context(Running(*command, cwd=folder, env=env)))
+        yield started
+
+
+def seen(folder: Path, rank: int) -> list[dict]:
+    return json.loads((folder / f"rank{rank}.json").read_text())
+
+
+def cross(sample: list[tuple], *lists: object) -> list:
+    """Return every combination; those outside of the sample run under `make test-full` alone."""
+    every = [(*first, *rest) for first, *rest in product(*lists)]
+    assert set(sample) <= set(every)
+    return [pytest.param(*c, marks=() if c in sample else pytest.mark.full) for c in every]
+
+
+@pytest.mark.parametrize(
+    ("world", "worker", "how"),
+    cross([(3, 0, "SIGKILL"), (3, 1, "exit"), (2, 1, "SIGKILL")], EVERY, ENDS),
+)
+def test_a_rank_that_dies_at_work_is_named_on_all_others_within_5_seconds(
+    world, worker, how, tmp_path
+):
+    with ranks(world, tmp_path, "dies", how, worker) as started:
+        codes = [rank.wait().code for rank in started]
+    died_at = float((tmp_path / "fault_at").read_text())
+    for rank in set(range(world)) - {worker}:
+        (error,) = seen(tmp_path, rank)
+        assert error["type"] == "RuntimeError"
+        assert f"rank {worker} died or left before the end of" in error["text"]
+        assert error["at"] - died_at < 5
+    assert codes == [ENDS[how] if rank == worker else 0 for rank in range(world)]
+
+
+@pytest.mark.parametrize(("world", "worker"), cross([(3, 2)], EVERY))
+def test_sigint_at_work_is_a_keyboard_interrupt_on_all(world, worker, tmp_path):
+    with ranks(world, tmp_path, "dies", "SIGINT", worker) as started:
+        assert [rank.wait().code for rank in started] == [0] * world
+    for rank in range(world):
+        (error,) = seen(tmp_path, rank)
+        assert error["type"] == "KeyboardInterrupt"
+        assert f"raised on rank {worker}" in error["text"]
+        assert error["at"] - float((tmp_path / "fault_at").read_text()) < 5
+
+
+@pytest.mark.parametrize(("worker", "how"), cross([(1, "SIGKILL")], [(0,), (1,), (2,)], ENDS))
+def test_a_death_is_felt_while_another_rank_still_works(worker, how, tmp_path):
+    with ranks(3, tmp_path, "dies_among_workers", how, worker) as started:
+        codes = [rank.wait().code for rank in started]
+    other, waiting = (worker + 1) % 3, (worker + 2) % 3
+    errors = {rank: seen(tmp_path, rank)[0] for rank in (other, waiting)}
+    assert all(f"rank {worker} died" in error["text"] for error in errors.values())
+    assert (tmp_path / "felt").exists()
+    assert (codes[other], codes[waiting]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("world", "worker", "how"),
+    cross([(2, 0, "SIGKILL"), (3, 1, "SIGINT")], EVERY, [*ENDS, "SIGINT"]),
+)
+def test_a_waiting_rank_that_ends_is_named_by_the_one_that_works(world, worker, how, tmp_path):
+    with ranks(world, tmp_path, "waiter_dies", how, worker) as started:
+        codes = [rank.wait().code for rank in started]
+    gone = (worker + 1) % world
+    (error,) = seen(tmp_path, worker)
+    assert error["type"] == "RuntimeError" and f"rank {gone} died or left" in error["text"]
+    assert codes[gone] == ENDS.get(how, 0) and codes[worker] == 0
+    if how == "SIGINT":  # felt at once, and not when the work ended
+        (interrupt,) = seen(tmp_path, gone)
+        assert interrupt["type"] == "KeyboardInterrupt" and interrupt["at"] < error["at"]
+
+
+@pytest.mark.parametrize(("world", "worker"), cross([(3, 0)], EVERY))
+def test_ctrl_c_ends_all_ranks_cleanly(world, worker, tmp_path):
+    with ranks(world, tmp_path, "interrupted", worker) as started:
+        wait_until(lambda: all((tmp_path / f"waits{rank}").exists() for rank in range(world)))
+        time.sleep(0.5)
+        for rank in started:
+            rank.process.send_signal(signal.SIGINT)
+        results = [rank.wait(20) for rank in started]
+    assert [result.code for result in results] == [-signal.SIGINT] * world, results
+    assert not any("terminate called" in result.stderr for result in results)
+
+
+@pytest.mark.parametrize(("world", "worker"), cross([(2, 0)], EVERY))
+def test_a_wait_that_is_given_up_ends_its_process_cleanly(world, worker, tmp_path):
+    with ranks(world, tmp_path, "gives_up", worker) as started:
+        results = [rank.wait() for rank in started]
+    for rank in set(range(world)) - {worker}:
+        assert results[rank].code == 1, results[rank]
+        assert "TimeoutError: max_wait=0:00:00.500000 is over" in results[rank].stderr
+    (error,) = seen(tmp_path, worker)
+    assert error["type"] == "RuntimeError" and "died or left" in error["text"]
+
+
+@pytest.mark.parametrize(
+    ("world", "worker", "how"),
+    cross([(2, 1, "holds the lock")], EVERY, ["sleeps", "holds the lock"]),
+)
+def test_work_may_be_longer_than_the_timeout(world, worker, how, tmp_path):
+    with ranks(world, tmp_path, "slow", how, worker) as started:
+        assert [rank.wait().code for rank in started] == [0] * world
+    for rank in range(world):
+        assert [r["text"] for r in seen(tmp_path, rank)] == [repr(how), f"'usable by {world}'"]
+
+
+@pytest.mark.parametrize(("world", "worker"), cross([(3, 1)], EVERY))
+def test_a_stopped_rank_is_waited_for_unless_max_wait_is_set(world, worker, tmp_path):
+    others = sorted(set(range(world)) - {worker})
+    with ranks(world, tmp_path, "stopped", worker) as started:
+        for number in range(3):
+            wait_until((tmp_path / "stopped").exists)
+            (tmp_path / "stopped").unlink()
+            process = psutil.Process(started[worker].process.pid)
+            wait_until(lambda process=process: process.status() == psutil.STATUS_STOPPED)
+            time.sleep(8 if number == 1 else 0)  # longer than the timeout, and waited for
+            if number != 1:
+                wait_until(lambda n=number: all(len(reports(tmp_path, r)) > n for r in others))
+            else:
+                assert all(len(reports(tmp_path, rank)) == 1 for rank in others)
+            process.send_signal(signal.SIGCONT)
+        assert [rank.wait().code for rank in started] == [0] * world
+    for rank in others:
+        first, second, collective = seen(tmp_path, rank)
+        assert first["type"] == "TimeoutError" and f"rank {worker} has not" in first["text"]
+        assert second["text"] == "'second'"
+        assert collective["type"] is not None  # the ordinary collective: at the group's timeout
+    assert [result["text"] for result in seen(tmp_path, worker)[:2]] == ["'first'", "'second'"]
+
+
+def test_under_torchrun_a_death_ends_all_and_leaves_nothing(tmp_path):
+    result = run(*torchrun(3, SCRIPT, "dies", "SIGKILL", "1"), cwd=tmp_path)
+    assert result.code == 1 and "SIGKILL" in result.stderr.upper()
+
+
+def wait_until(condition, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{condition} did not come true"
+        time.sleep(0.05)
+
+
+def reports(folder: Path, rank: int) -> list[dict]:
+    """Return what the rank has reported so far."""
+    file = folder / f"rank{rank}.json"
+    try:
+        return json.loads(file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):  # not there, or just being written
+        return []

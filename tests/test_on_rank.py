@@ -1,0 +1,110 @@
+"""on_rank and rank_first: the contract, on real ranks, in one process, and at decoration."""
+
+import functools
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from rank_checks import check_passes, checks
+
+from ddp_ref.decorators import on_rank, rank_first
+
+SCRIPT = "on_rank_checks.py"
+
+
+@pytest.mark.parametrize("name", checks(SCRIPT))
+@pytest.mark.parametrize(("world", "flags"), [(2, ["--foreign"]), (3, [])])
+def test_on_ranks(name, world, flags):
+    check_passes(SCRIPT, name, world, *flags)
+
+
+@pytest.fixture(params=["no group", "a group of one"])
+def alone(request, tmp_path):
+    if request.param == "a group of one":
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_alone_it_is_the_function(alone):
+    @on_rank(0, True, broadcast=True, max_wait=timedelta(seconds=1))
+    def double(x, *, plus=0):
+        return 2 * x + plus
+
+    assert double(3, plus=1) == 7
+    assert on_rank([0])(lambda: on_rank(0)(lambda: "inner")())() == "inner"
+    with rank_first():
+        assert double(1) == 2
+
+
+def test_alone_an_exception_is_as_it_was(alone):
+    class Local(Exception):
+        pass
+
+    @on_rank(0)
+    def fail():
+        raise Local("here")
+
+    with pytest.raises(Local) as caught:
+        fail()
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(Local), rank_first():
+        raise Local
+
+
+@pytest.mark.parametrize("rank", [1, -1, [0, 1], []])
+def test_alone_another_rank_is_outside_the_world(alone, rank):
+    with pytest.raises(ValueError, match="0 to 0"):
+        on_rank(rank)(lambda: None)()
+
+
+def test_it_keeps_name_signature_and_docstring():
+    @on_rank(0)
+    def save(model, path: str = "model.pt", *, force: bool = False) -> int:
+        """Save it."""
+
+    assert save.__name__ == "save" and save.__doc__ == "Save it."
+    assert (
+        str(inspect.signature(save))
+        == "(model, path: str = 'model.pt', *, force: bool = False) -> int"
+    )
+
+
+def generator():
+    yield 1
+
+
+async def coroutine():
+    return 1
+
+
+async def async_generator():
+    yield 1
+
+
+@pytest.mark.parametrize("func", [generator, coroutine, async_generator])
+def test_what_runs_after_its_call_is_refused(func):
+    with pytest.raises(TypeError, match=f"{func.__name__} is a .* function"):
+        on_rank(0)(func)
+    with pytest.raises(TypeError, match="function"):
+        on_rank(0)(functools.partial(func))
+
+
+@pytest.mark.parametrize("order", [staticmethod, classmethod])
+def test_on_rank_goes_below_staticmethod_and_classmethod(order):
+    with pytest.raises(TypeError, match=f"below @{order.__name__}"):
+        on_rank(0)(order(lambda: None))
+
+
+@pytest.mark.parametrize("rank", [None, 0.0, "0", [0, "1"], {0: 1}, print])
+def test_a_rank_is_an_integer(rank):
+    with pytest.raises(TypeError, match="on_rank takes a rank"):
+        on_rank(rank)
+
+
+def test_max_wait_is_a_timedelta():
+    with pytest.raises(TypeError, match="timedelta"):
+        on_rank(0, max_wait=30)

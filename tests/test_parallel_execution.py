@@ -1,0 +1,349 @@
+"""ParallelExecutor, parallelize_on_gpus: one result a device, workers that live on, none left."""
+
+import functools
+import operator
+import os
+import signal
+import sys
+import time
+import warnings
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import Running, run
+
+from ddp_ref import ParallelExecutor, parallel_on_all_devices, parallelize_on_gpus
+
+Point = namedtuple("Point", "x y")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+CPU = torch.device("cpu")
+
+
+def _executor(*args, **kwargs) -> ParallelExecutor:
+    """Return an executor, on the CPU too: what is said of that is another test's matter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ParallelExecutor(*args, **kwargs)
+
+
+def _pids(executor: ParallelExecutor) -> list[int]:
+    return executor.run(lambda device: os.getpid())
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two workers on the CPU, shared by the tests that kill none."""
+    with pytest.MonkeyPatch.context() as patch, _executor_without_cuda(patch) as executor:
+        _pids(executor)  # start them here: the leak check looks at what a test starts
+        yield executor
+
+
+def _executor_without_cuda(patch: pytest.MonkeyPatch) -> ParallelExecutor:
+    patch.setattr(torch.cuda, "device_count", lambda: 0)
+    return _executor(2)
+
+
+def test_results_come_back_as_they_went_in_device_order(two):
+    def work(device, data, *, scale):
+        grows = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+        return {
+            "worker": os.environ.get("OMP_NUM_THREADS"),
+            "nested": [Point((data.to(device) * scale, grows), {"set": {1}}), None],
+            "array": np.arange(6).reshape(2, 3),
+            "view": torch.arange(1e7)[-2:],
+        }
+
+    results = two.run(work, torch.tensor([1, 2, 3]), scale=2)
+    assert len(results) == len(two.devices) == 2
+    for result in results:
+        (data, grows), rest = result["nested"][0]
+        assert type(result["nested"][0]) is Point and rest == {"set": {1}}
+        assert data.dtype == torch.int64 and data.tolist() == [2, 4, 6]
+        assert (grows.dtype, grows.shape, grows.requires_grad) == (torch.bfloat16, (2, 3), True)
+        assert result["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert result["view"].tolist() == [9999998.0, 9999999.0]
+        assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB that it is part of
+    pids = _pids(two)
+    assert len({*pids, os.getpid()}) == 3
+
+
+def test_all_devices_work_at_the_same_time(two, tmp_path):
+    def meet(device):
+        (tmp_path / str(os.getpid())).touch()
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2:
+            assert time.monotonic() < deadline, "the other never came"
+            time.sleep(0.01)
+
+    assert two.run(meet) == [None, None]
+
+
+class Model:
+    def method(self, device, data):
+        return str(device), data
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs"),
+    [
+        (lambda device, data: (str(device), data), (1,), {}),
+        (lambda device, data: (str(device), data), (), {"data": 1}),
+        (lambda data, device: (str(device), data), (1,), {}),
+        (lambda data, device, more=0: (str(device), data + more), (0, 1), {}),
+        (lambda data, *, device: (str(device), data), (1,), {}),
+        (lambda device, *data: (str(device), *data), (1,), {}),
+        (lambda *data, **named: (str(named["device"]), *data), (1,), {}),
+        (lambda device, /, data: (str(device), data), (1,), {}),
+        (Model().method, (1,), {}),
+        (functools.partial(lambda device, one, two: (str(device), one * two), two=1), (1,), {}),
+    ],
+)
+def test_the_device_goes_where_the_function_names_it(two, func, args, kwargs):
+    assert two.run(func, *args, **kwargs) == [("cpu", 1)] * 2
+
+
+def test_without_pass_device_the_function_gets_its_own_arguments_only():
+    with _executor(1, pass_device=False) as executor:
+        assert executor.run(operator.add, 1, 2) == [3]
+        assert executor.run(lambda device: device, device="mine") == ["mine"]
+
+
+class TwoArguments(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_exception_keeps_its_type_and_the_workers_live_on(two):
+    class Local(ValueError):
+        pass
+
+    def fail(device, kind):
+        if kind == "two arguments":
+            raise TwoArguments(1, 2)
+        raise Local("said so")
+
+    before = _pids(two)
+    with pytest.raises(Local, match="said so") as caught:
+        two.run(fail, "local")
+    (note,) = caught.value.__notes__
+    assert note.startswith("raised on CPU worker ") and 'raise Local("said so")' in note
+    with pytest.raises(RuntimeError, match="TwoArguments: 1 and 2"):
+        two.run(fail, "two arguments")
+    with pytest.raises(TypeError, match="the result cannot be pickled"):
+        two.run(lambda device: (n for n in ()))
+    with pytest.raises(TypeError, match="func or an argument cannot be pickled"):
+        two.run(lambda device, data: data, (n for n in ()))
+    with pytest.raises(TypeError, match="device is passed by the executor"):
+        two.run(lambda device: device, device=CPU)
+    with pytest.raises(RuntimeError, match=r"CPU worker \d exited with code 5, by sys.exit"):
+        two.run(lambda device: sys.exit(5))
+    assert _pids(two) == before
+
+
+def test_a_dead_worker_is_named_and_replaced(tmp_path):
+    def die(device, kind):
+        marker = tmp_path / kind
+        marker.with_name(f"{kind}-{os.getpid()}").touch()
+        if len(list(tmp_path.glob(f"{kind}-*"))) == 2:  # the second to come here
+            os.kill(os.getpid(), signal.SIGKILL) if kind == "SIGKILL" else os._exit(3)
+        os.system("sleep 1000")  # a child that must not be left either
+
+    ends = {"SIGKILL": "was killed by SIGKILL", "exit": "exited with code 3"}
+    with _executor(2) as executor:
+        for kind, end in ends.items():
+            with pytest.raises(RuntimeError, match=f"worker (on )?[a-z0-9:]+ {end}"):
+                executor.run(die, kind)
+            assert executor.run(lambda device, data: data, 1) == [1, 1]
+        first, second = _pids(executor)
+        os.kill(first, signal.SIGKILL)  # between two calls
+        os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+        again = _pids(executor)
+        assert again[0] != first and again[1] == second
+
+
+def test_a_slow_device_is_not_waited_for_when_another_fails(tmp_path):
+    def work(device):
+        (tmp_path / str(os.getpid())).touch()
+        if len(list(tmp_path.iterdir())) == 1:
+            os.system("sleep 1000")
+        raise ValueError("the fast one")
+
+    with _executor(2) as executor, pytest.raises(ValueError, match="the fast one"):
+        executor.run(work)
+
+
+@pytest.mark.parametrize("num_gpus", [0, -1, 1.5, "2"])
+def test_a_bad_number_of_gpus_is_refused(num_gpus):
+    with pytest.raises(ValueError, match="num_gpus must be None or an integer of at least 1"):
+        ParallelExecutor(num_gpus)
+    with pytest.raises(ValueError, match="num_gpus must be None or an integer of at least 1"):
+        parallelize_on_gpus(num_gpus)
+
+
+def test_the_decorator_without_its_call_is_refused():
+    with pytest.raises(ValueError, match="num_gpus must be None or an integer"):
+
+        @parallelize_on_gpus
+        def forgotten(device):
+            pass
+
+
+@on_cpu
+@pytest.mark.parametrize("num_gpus", [None, 3])
+def test_without_cuda_one_warning_says_what_runs_instead(num_gpus):
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    workers = num_gpus or min(2, cores or 1)
+    with pytest.warns(UserWarning) as caught, ParallelExecutor(num_gpus) as executor:
+        assert executor.devices == [CPU] * workers
+    (warning,) = caught
+    assert str(warning.message) == f"no CUDA device is visible: {workers} CPU workers instead"
+
+
+@on_cpu
+def test_data_parallel_runs_the_whole_batch_without_cuda():
+    @parallel_on_all_devices
+    def forward(chunk, factor=1):
+        """Say what it does."""
+        return chunk * factor
+
+    batch = torch.randn(8, 3)
+    with pytest.warns(UserWarning, match="the whole batch runs on the CPU"):
+        assert torch.equal(forward(batch, factor=2), batch * 2)
+    assert (forward.__name__, forward.__doc__) == ("forward", "Say what it does.")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_gpus_each_worker_has_its_own_and_tensors_stay_there():
+    count = torch.cuda.device_count()
+    with ParallelExecutor() as executor:
+        results = executor.run(lambda device: torch.arange(3, device=device) * 2)
+        assert [result.device.index for result in results] == [*range(count)]
+        assert executor.run(lambda device: torch.cuda.current_device()) == [*range(count)]
+    with pytest.raises(ValueError, match=f"{count} CUDA devices are visible"):
+        ParallelExecutor(count + 1)
+    batch = torch.randn(8, 3, device="cuda:0")
+    assert torch.equal(parallel_on_all_devices(lambda chunk: chunk * 2)(batch), batch * 2)
+
+
+DOCUMENTED = """
+import multiprocessing, torch
+import numpy as np
+from ddp_ref import ParallelExecutor, parallelize_on_gpus
+
+print("the script runs")
+
+@parallelize_on_gpus()
+def process_on_gpu(device, data):
+    return data.to(device) * 2
+
+print(process_on_gpu(torch.tensor([1, 2, 3])))
+
+@parallelize_on_gpus(num_gpus=2)
+def another_gpu_function(device, x, y):
+    return (x + y).to(device)
+
+print(another_gpu_function(torch.tensor([1, 2]), torch.tensor([3, 4])))
+
+@parallelize_on_gpus()
+def matrix_multiply(device, size=1000, iterations=10):
+    a = torch.randn(size, size, device=device)
+    b = torch.randn(size, size, device=device)
+    for _ in range(iterations):
+        c = torch.matmul(a, b)
+        a = c
+    return c.cpu().numpy()
+
+results = matrix_multiply(size=2000, iterations=ITERATIONS)
+print(type(results[0]) is np.ndarray, results[0].shape, len(results))
+
+def heavy_computation(device, data):
+    data = data.to(device)
+    result = data * 2
+    return result
+
+class Wrong(Exception):
+    pass
+
+def fail(device):
+    raise Wrong
+
+with ParallelExecutor(num_gpus=2) as executor:
+    print(executor.run(heavy_computation, torch.tensor([1, 2, 3])))
+    try:
+        executor.run(fail)
+    except Wrong:
+        print("Wrong is Wrong")
+print(multiprocessing.get_start_method(allow_none=True))
+"""
+SHOWN = """the script runs
+[tensor([2, 4, 6]), tensor([2, 4, 6])]
+[tensor([4, 6]), tensor([4, 6])]
+True (2000, 2000) 2
+[tensor([2, 4, 6]), tensor([2, 4, 6])]
+Wrong is Wrong
+None
+"""
+
+
+@on_cpu
+@pytest.mark.parametrize("iterations", [1, pytest.param(20, marks=pytest.mark.full)])
+def test_the_documented_examples_run_in_a_script_without_a_guard(tmp_path, iterations):
+    script = DOCUMENTED.replace("ITERATIONS", str(iterations))
+    (tmp_path / "script.py").write_text(script)
+    result = run(sys.executable, "script.py", cwd=tmp_path)
+    assert (result.stdout, result.code) == (SHOWN, 0), result.stderr
+    assert result.stderr.count("Warning") == result.stderr.count("no CUDA device is visible") == 2
+
+
+BUSY = """
+import os, warnings
+from pathlib import Path
+from ddp_ref import ParallelExecutor
+
+def work(device):
+    Path(f"ready-{os.getpid()}").touch()
+    os.system("sleep 1000")
+
+executor = ParallelExecutor(2)
+"""
+
+
+def _start(folder: Path, *lines: str) -> Running:
+    (folder / "script.py").write_text("\n".join([BUSY, *lines]))
+    return Running(sys.executable, "script.py", cwd=folder)
+
+
+def _wait_until_busy(running: Running, folder: Path) -> None:
+    deadline = time.monotonic() + 90
+    while len(list(folder.glob("ready-*"))) < 2:
+        assert time.monotonic() < deadline and running.process.poll() is None, running.text()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_an_interrupt_ends_the_call_and_the_executor_can_be_used_again(tmp_path, whole_group):
+    lines = ["try:", "    executor.run(work)", "except KeyboardInterrupt:", "    print('felt')"]
+    again = ["print(executor.run(lambda device: 'again'))"]
+    with _start(tmp_path, *lines, *again) as running:  # never closed: its exit ends the workers
+        _wait_until_busy(running, tmp_path)
+        pid = running.process.pid
+        os.killpg(pid, signal.SIGINT) if whole_group else os.kill(pid, signal.SIGINT)
+        running.wait_for("felt", timeout=5)
+        result = running.wait()
+        assert (result.stdout, result.code) == ("felt\n['again', 'again']\n", 0), result.stderr
+
+
+@pytest.mark.parametrize("doing", ["executor.run(work)", "import time; time.sleep(1000)"])
+def test_no_worker_outlives_a_parent_that_is_killed(tmp_path, doing):
+    first = "executor.run(lambda device: Path(f'ready-{os.getpid()}').touch())"
+    with _start(tmp_path, first, doing) as running:
+        _wait_until_busy(running, tmp_path)
+        running.process.kill()
+        deadline = time.monotonic() + 5
+        while running.processes():
+            assert time.monotonic() < deadline, running.processes()
+            time.sleep(0.05)

@@ -1,0 +1,389 @@
+"""run_ranks: results and output in rank order, the first failure, and never a process left."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from asyncio import CancelledError
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Running, run
+
+from ddp_ref import run_ranks
+from ddp_ref.initialize import initialize_ddp
+
+LIMIT = timedelta(minutes=2)  # a test that hangs fails with a TimeoutError that names the ranks
+Point = namedtuple("Point", "x y")
+
+
+def test_ranks_meet_and_their_results_come_back_as_they_went(capfd):
+    def work(scale, *, extra):
+        info = initialize_ddp()
+        total = torch.tensor([float(info.rank)])
+        dist.all_reduce(total)
+        points: list = [None] * info.world_size
+        dist.all_gather_object(points, Point(info.rank, scale))
+        grows = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+        return {
+            "info": tuple(info),
+            "total": total,
+            "nested": [Point((grows, grows.detach().t()), {"extra": extra}), points],
+            "view": torch.arange(1e7)[-2:],
+            "half of the graph": grows * 2,
+        }
+
+    before = dict(os.environ)
+    results = run_ranks(work, 2.0, extra={3}, nproc=3, timeout=LIMIT)
+    for rank, result in enumerate(results):
+        assert result["info"] == (True, rank, rank, 3, torch.device("cpu"))
+        assert result["total"].tolist() == [3.0]
+        point, points = result["nested"]
+        assert type(point) is Point and point.y == {"extra": {3}}
+        assert points == [Point(other, 2.0) for other in range(3)]
+        grows, turned = point.x
+        assert grows.dtype == torch.bfloat16 and grows.shape == (2, 3) and grows.requires_grad
+        assert turned.shape == (3, 2) and turned.stride() == (1, 3) and not turned.requires_grad
+        assert result["view"].tolist() == [9999998.0, 9999999.0]
+        assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB that it is part of
+        assert result["half of the graph"].requires_grad and result["half of the graph"].is_leaf
+    assert dict(os.environ) == before
+    assert capfd.readouterr().err == ""  # closing the open groups is quiet
+
+
+def test_all_that_a_rank_and_its_children_wrote_is_printed_in_rank_order(capfd):
+    def talk():
+        rank = int(os.environ["RANK"])
+        time.sleep(0.2 * (2 - rank))  # the last rank is the first to write
+        print("one é")
+        os.write(2, b"two\n")
+        os.system("echo three; echo four >&2")
+        print("five", file=sys.stderr)
+        sys.stdout.write("no newline")
+
+    assert run_ranks(talk, nproc=2, timeout=LIMIT) == [None, None]
+    lines = ["one é", "two", "three", "four", "five", "no newline"]
+    written = capfd.readouterr()
+    assert written.out.splitlines() == [f"[rank {n}] {line}" for n in range(2) for line in lines]
+    assert written.err == ""
+
+
+def test_the_environment_is_torchruns_and_nothing_of_an_outer_launch(monkeypatch):
+    outer = {"SLURM_PROCID": "7", "SLURM_JOB_ID": "8", "RANK": "9", "GROUP_RANK": "9"}
+    outer |= {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "TORCHELASTIC_ERROR_FILE": "x"}
+    for name, value in (outer | {"LOCAL_SCRATCH": "kept"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def variables(group):
+        if group == "env":
+            dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+            dist.barrier()
+        return dict(os.environ), sys.argv, str(Path.cwd()), torch.get_num_threads()
+
+    results = run_ranks(variables, "env", nproc=2, timeout=LIMIT)
+    for rank, (environ, argv, folder, threads) in enumerate(results):
+        mine = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0}
+        sizes = {
+            "WORLD_SIZE": 2,
+            "LOCAL_WORLD_SIZE": 2,
+            "ROLE_WORLD_SIZE": 2,
+            "GROUP_WORLD_SIZE": 1,
+        }
+        assert {name: int(environ[name]) for name in mine | sizes} == mine | sizes
+        assert environ["MASTER_ADDR"] == "127.0.0.1" and int(environ["MASTER_PORT"]) > 1024
+        assert environ["MASTER_PORT"] == results[0][0]["MASTER_PORT"]
+        assert environ["LOCAL_SCRATCH"] == "kept"
+        left = {name for name in environ if name.startswith("SLURM_")}
+        assert not left and "TORCHELASTIC_ERROR_FILE" not in environ
+        assert (argv, folder) == (sys.argv, str(Path.cwd()))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        assert threads == max(1, (cores or 1) // 2)
+
+
+def test_explicit_arguments_of_initialize_ddp_work_too():
+    def join():
+        rank = int(os.environ["RANK"])
+        first = initialize_ddp(rank=rank, world_size=2, backend="gloo")
+        dist.barrier()
+        return first.rank, first.world_size
+
+    assert run_ranks(join, timeout=LIMIT) == [(0, 2), (1, 2)]
+
+
+class TwoArguments(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def _raise_local():
+    class Local(ValueError):
+        pass
+
+    raise Local("of a local class")
+
+
+def _raise_two():
+    raise TwoArguments(1, 2)
+
+
+def _raise_base():
+    raise CancelledError("said so")
+
+
+FAULTS = {
+    "exception": (lambda: {}["key"], KeyError, "key"),
+    "local class": (_raise_local, ValueError, "of a local class"),
+    "two arguments": (_raise_two, RuntimeError, "TwoArguments: 1 and 2"),
+    "BaseException": (_raise_base, CancelledError, "said so"),
+    "unpicklable": (lambda: (n for n in ()), TypeError, "the result cannot be pickled"),
+    "SIGINT": (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, ""),
+    "SIGKILL": (lambda: os.kill(os.getpid(), 9), RuntimeError, "rank {} was killed by SIGKILL"),
+    "_exit": (lambda: os._exit(3), RuntimeError, "rank {} exited with code 3"),
+    "sys.exit": (lambda: sys.exit(0), RuntimeError, "rank {} exited with code 0, by sys.exit"),
+}
+SILENT = {"SIGKILL", "_exit", "sys.exit"}  # they have no traceback of their own to show
+
+
+def _crossed():
+    for place, kind in enumerate(FAULTS):
+        for rank in range(2):
+            marks = [] if rank == place % 2 else [pytest.mark.full]
+            yield pytest.param(kind, rank, id=f"{kind}-{rank}", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "rank"), [*_crossed()])
+def test_the_first_failure_is_raised_with_its_type_and_rank(kind, rank, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what was written is shown without it
+    fault, error, text = FAULTS[kind]
+
+    def work():
+        initialize_ddp()
+        print("written", end="")
+        if dist.get_rank() == rank:
+            return fault()
+        return dist.all_reduce(torch.ones(1))  # breaks when the failing rank is gone
+
+    with pytest.raises(error) as caught:
+        run_ranks(work, nproc=2, timeout=LIMIT)
+    assert text.format(rank) in str(caught.value)
+    if kind not in SILENT:
+        (note,) = caught.value.__notes__
+        assert note.startswith(f"raised on rank {rank}:\nTraceback (most recent call last)")
+    assert capfd.readouterr().out == "".join(f"[rank {n}] written\n" for n in range(2))
+
+
+def test_the_earliest_failure_wins_not_the_lowest_rank():
+    def work():
+        initialize_ddp()
+        dist.barrier()
+        rank = dist.get_rank()
+        time.sleep(0.0 if rank == 1 else 0.1)
+        raise ValueError(rank)
+
+    with pytest.raises(ValueError) as caught:
+        run_ranks(work, timeout=LIMIT)
+    assert caught.value.args == (1,)
+
+
+@pytest.mark.parametrize("end", ["killed", "returned"])
+def test_what_a_rank_leaves_behind_neither_hides_its_end_nor_stays(end, tmp_path):
+    def work():
+        rank = os.environ["RANK"]
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)  # and holds all that the rank had open
+        (tmp_path / rank).write_text(str(child))
+        if rank == "1" and end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if end == "killed":
+        with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
+            run_ranks(work, timeout=LIMIT)
+    else:
+        run_ranks(work, timeout=LIMIT)
+    for rank in range(2):
+        child = int((tmp_path / str(rank)).read_text())
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(child).wait(timeout=5)
+
+
+def test_it_never_outlives_its_timeout_whatever_the_ranks_do(capfd):
+    def deaf(data):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("started")
+        os.system("sleep 1000")
+
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no result from rank 0, rank 1 within 0:00:08"):
+        run_ranks(deaf, torch.zeros(10_000_000), timeout=timedelta(seconds=8))
+    assert time.monotonic() - start < 8 + 5
+    assert "[rank 0] started" in capfd.readouterr().out
+    with pytest.raises(TimeoutError):  # before the ranks have read what they are to do
+        run_ranks(deaf, torch.zeros(10_000_000), timeout=timedelta(milliseconds=1))
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (ValueError, "nproc must be an integer of at least 1, not 0", {"nproc": 0}),
+        (ValueError, "nproc must be an integer of at least 1, not 2.0", {"nproc": 2.0}),
+        (TypeError, r"a timedelta such as timedelta\(minutes=1\), not 60", {"timeout": 60}),
+        (TypeError, "func or an argument cannot be pickled", {"data": (n for n in ())}),
+    ],
+)
+def test_a_bad_call_is_refused_before_anything_starts(error, text, call):
+    def no_children(event, details):
+        assert event != "subprocess.Popen" or not watching
+
+    watching = True
+    sys.addaudithook(no_children)
+    try:
+        with pytest.raises(error, match=text):
+            run_ranks(print, **call)
+    finally:
+        watching = False
+
+
+def _launch(number: int) -> list[int]:
+    def add():
+        initialize_ddp()
+        total = torch.tensor(number)
+        dist.all_reduce(total)
+        return int(total)
+
+    return run_ranks(add, timeout=timedelta(minutes=4))
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.full)])
+def test_launches_at_once_do_not_clash(count):
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(_launch, range(count))) == [[2 * n, 2 * n] for n in range(count)]
+
+
+SCRIPT = """
+import multiprocessing, os, torch.distributed as dist
+from collections import namedtuple
+from ddp_ref import run_ranks
+from ddp_ref.initialize import initialize_ddp
+
+print("the script runs")
+Mine = namedtuple("Mine", "rank")
+
+class Wrong(Exception):
+    pass
+
+def work():
+    initialize_ddp()
+    found = [None, None]
+    dist.all_gather_object(found, Mine(dist.get_rank()))
+    return found, os.getppid()
+
+def fail():
+    raise Wrong(os.environ["RANK"])
+
+assert run_ranks(work) == [([Mine(0), Mine(1)], os.getpid())] * 2
+try:
+    run_ranks(fail)
+except Wrong as error:
+    print("Wrong is Wrong")
+assert multiprocessing.get_start_method(allow_none=True) is None
+"""
+
+
+def test_a_script_needs_no_guard_and_keeps_its_start_method(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "tempfile.py").write_text("raise SystemExit('not the standard library')")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/script.py").write_text(SCRIPT)
+    result = run(sys.executable, "sub/script.py", cwd=tmp_path)
+    assert (result.stdout, result.stderr, result.code) == (
+        "the script runs\nWrong is Wrong\n",
+        "",
+        0,
+    )
+
+
+BLOCKED = """
+import os, time, torch, torch.distributed as dist
+from pathlib import Path
+from ddp_ref import run_ranks
+from ddp_ref.initialize import initialize_ddp
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self): return 1000
+    def __getitem__(self, index): return index ** 2
+
+def work():
+    initialize_ddp()
+    batches = iter(torch.utils.data.DataLoader(Squares(), num_workers=1))
+    next(batches)
+    print("blocked", end="")
+    Path(f"ready-{dist.get_rank()}").touch()
+    if dist.get_rank() == 0:
+        dist.barrier()  # the main thread is in C++ now, and stays there
+    os.system("sleep 1000")
+
+"""
+
+
+def _blocked(folder: Path, before: str = "") -> Running:
+    (folder / "script.py").write_text(f"{BLOCKED}{before}\nrun_ranks(work)\n")
+    return Running(sys.executable, "script.py", cwd=folder)
+
+
+def _wait_until_blocked(running: Running, folder: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline and running.process.poll() is None, running.text()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_an_interrupt_ends_all_at_once(tmp_path, whole_group):
+    with _blocked(tmp_path) as running:
+        _wait_until_blocked(running, tmp_path)
+        pid = running.process.pid
+        os.killpg(pid, signal.SIGINT) if whole_group else os.kill(pid, signal.SIGINT)
+        result = running.wait(timeout=5)
+        assert result.stderr.rstrip().endswith("KeyboardInterrupt")
+        assert result.stdout == "[rank 0] blocked\n[rank 1] blocked\n"
+        assert result.code == -signal.SIGINT
+
+
+HOLDER = """
+import threading
+
+def hold():  # a process that the parent forked keeps the connections to the ranks open
+    while not Path("ready-1").exists():
+        time.sleep(0.05)
+    if os.fork() == 0:
+        Path("holder").write_text(str(os.getpid()))
+        time.sleep(1000)
+
+threading.Thread(target=hold, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("before", ["", HOLDER], ids=["alone", "after a fork"])
+def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, before):
+    with _blocked(tmp_path, before) as running:
+        _wait_until_blocked(running, tmp_path)
+        holder = tmp_path / "holder"
+        while before and not (holder.exists() and holder.read_text()):
+            time.sleep(0.05)
+        kept = {int(holder.read_text())} if before else set()
+        running.process.kill()
+        deadline = time.monotonic() + 5
+        while {process.pid for process in running.processes()} != kept:
+            assert time.monotonic() < deadline, running.processes()
+            time.sleep(0.05)
+        for pid in kept:
+            os.kill(pid, signal.SIGKILL)
