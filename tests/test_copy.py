@@ -9,8 +9,9 @@ from harness import ROOT, run
 
 PACKAGE = ROOT / "src" / "ddp_ref"
 LAYERS = [  # an import only ever points upwards in this list
-    *["environment", "errors", "rendezvous", "initialize", "pickling", "collectives", "outcomes"],
-    *["worker", "executor", "decorators", "launch", "doctor", "__init__", "__main__"],
+    *["hostlist", "environment", "rendezvous", "initialize", "collectives"],
+    *["errors", "outcomes", "decorators", "pickling", "worker", "executor", "launch"],
+    *["doctor", "__init__", "__main__"],
 ]
 SMOKE = """
 import sys

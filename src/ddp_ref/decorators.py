@@ -57,26 +57,40 @@ def on_rank(
 
         @functools.wraps(func)
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            group, listed = _enter(ranks)
-            if group is None:
-                return func(*args, **kwargs) if listed else None
-            result, error, packed = None, None, None
-            if listed:
-                try:
-                    with _body:
-                        result = func(*args, **kwargs)
-                    if broadcast and group.rank() == ranks[0]:
-                        packed = pack_object(result)
-                except BaseException as caught:  # noqa: BLE001 - raised by settle, on all ranks
-                    error = caught
-            shared = settle(group, name, ranks, error, packed, max_wait)
-            if barrier:
-                dist.barrier()
-            return result if listed or shared is None else unpack_object(shared)
+            # All else is in a function of this module: so a decorated function can be pickled.
+            work = functools.partial(func, *args, **kwargs)
+            return _run(work, name, ranks, barrier, broadcast, max_wait)
 
         return on_ranks
 
     return decorate
+
+
+def _run(
+    work: Callable[[], R],
+    name: str,
+    ranks: tuple[int, ...],
+    barrier: bool,
+    broadcast: bool,
+    max_wait: timedelta | None,
+) -> R | None:
+    """Do `work` on `ranks` and wait for its end on all; `name` tells the calls apart."""
+    group, listed = _enter(ranks)
+    if group is None:
+        return work() if listed else None
+    result, error, packed = None, None, None
+    if listed:
+        try:
+            with _body:
+                result = work()
+            if broadcast and group.rank() == ranks[0]:
+                packed = pack_object(result)
+        except BaseException as caught:  # noqa: BLE001 - raised by settle, on all ranks
+            error = caught
+    shared = settle(group, name, ranks, error, packed, max_wait)
+    if barrier:
+        dist.barrier()
+    return result if listed or shared is None else unpack_object(shared)
 
 
 @contextmanager

@@ -43,8 +43,12 @@ def add_note(error: BaseException, note: str) -> None:
 
 def _pickled(error: BaseException) -> bytes | None:
     """Return `error` pickled, or None if it would not come back as the type that it is."""
-    try:
-        pickled = cloudpickle.dumps(error)
-        return pickled if type(pickle.loads(pickled)) is type(error) else None
-    except Exception:  # noqa: BLE001 - __reduce__ and __init__ are the user's: anything may come
-        return None
+    # By reference first: a class of the script itself is then the receiver's own, not a copy.
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        try:
+            pickled = dumps(error)
+            if type(pickle.loads(pickled)) is type(error):
+                return pickled
+        except Exception:  # noqa: BLE001 - __reduce__ and __init__ are the user's: anything may come
+            continue
+    return None

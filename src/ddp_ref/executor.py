@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from .environment import available_cores
 from .pickling import dumps
-from .worker import Worker, available_cores, run_all, worker_environment
+from .worker import Worker, run_all, worker_environment
 
 LEAVE = timedelta(seconds=10)  # for what the workers do at exit; then they are killed
 

@@ -20,7 +20,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
-from .environment import MASTER_NAMES, RANK_NAMES
+from .environment import MASTER_NAMES, RANK_NAMES, available_cores
 from .errors import pack_exception, unpack_exception
 from .pickling import dumps, loads
 
@@ -242,10 +242,3 @@ def worker_environment(workers: int) -> dict[str, str]:
         if name not in LAUNCH_NAMES and not name.startswith(LAUNCH_PREFIXES)
     }
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))} | kept
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
