@@ -7,12 +7,15 @@ earlier group when the same processes meet again.
 
 from __future__ import annotations  # a torch built without distributed has no TCPStore
 
+import json
 import os
 import socket
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
+from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -39,26 +42,63 @@ def meet(launch: LaunchInfo, message: str, timeout: timedelta) -> tuple[dist.Sto
     try:
         if master not in _stores:
             _stores[master] = _connect(master, launch.rank, here, deadline)
-        # Ranks that fail before they meet would count differently after torchrun restarts them.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        meeting = _stores[master].add(f"ddp_ref/{restart}/{launch.rank}", 1)
-        store = dist.PrefixStore(f"ddp_ref/{restart}/{meeting}", _stores[master])
-        store.set_timeout(timeout)
-        names = [f"message/{rank}" for rank in range(launch.world_size)]
-        store.set(names[launch.rank], message)
-        store.add("here", 1)
+        shared = dist.PrefixStore("ddp_ref", _stores[master])
+        talk = (_host if launch.rank == 0 else _join)(shared, launch, message)
         pause = 0.001
-        while store.add("here", 0) < launch.world_size:
+        while not shared.check([f"go/{(meeting := next(talk))}"]):
             if time.monotonic() > deadline:
-                absent = [str(rank) for rank, name in enumerate(names) if not store.check([name])]
-                raise RuntimeError(
-                    f"{here}: within {timeout} there came no rank {', '.join(absent)}"
-                )
+                absent = ", ".join(map(str, _absent(shared, meeting, launch.world_size)))
+                raise RuntimeError(f"{here}: within {timeout} there came no rank {absent}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        return store, [text.decode() for text in store.multi_get(names)]
+        store = dist.PrefixStore(meeting, shared)
+        store.set_timeout(timeout)
+        return store, json.loads(shared.get(f"go/{meeting}"))
     except dist.DistError as error:
         raise RuntimeError(f"{here}: lost the store, which rank 0 serves: {error}") from error
+
+
+# A store may outlive a restart by torchrun, whose agents do not agree on how many there were. So
+# nothing is read under a name that an earlier process could have used: a rank is welcomed under an
+# id that it has just made, to a meeting with the id that rank 0 has just made.
+
+
+def _host(store: dist.Store, launch: LaunchInfo, message: str) -> Iterator[str]:
+    """Welcome all others, as rank 0; yield the meeting, again and again, until all have come."""
+    meeting, welcomed = uuid4().hex, dict.fromkeys(range(1, launch.world_size), b"")
+    messages = {0: message}
+    while True:
+        for rank in welcomed.keys() - messages.keys():
+            if store.check([f"ack/{meeting}/{rank}"]):
+                messages[rank] = store.get(f"ack/{meeting}/{rank}").decode()
+            elif store.check([f"hello/{rank}"]):
+                guest = store.get(f"hello/{rank}")
+                if guest != welcomed[rank]:
+                    store.set(f"welcome/{guest.decode()}", meeting)
+                    welcomed[rank] = guest
+        if len(messages) == launch.world_size:
+            store.set(f"go/{meeting}", json.dumps([messages[rank] for rank in sorted(messages)]))
+        yield meeting
+
+
+def _join(store: dist.Store, launch: LaunchInfo, message: str) -> Iterator[str]:
+    """Come to the meeting of rank 0; yield it, again and again, "" before the welcome."""
+    guest, meeting = uuid4().hex, ""
+    store.set(f"hello/{launch.rank}", guest)
+    while True:
+        if store.check([f"welcome/{guest}"]):
+            invited = store.get(f"welcome/{guest}").decode()
+            if invited != meeting:
+                meeting = invited
+                store.set(f"ack/{meeting}/{launch.rank}", message)
+        yield meeting
+
+
+def _absent(store: dist.Store, meeting: str, world_size: int) -> list[int]:
+    """Return the ranks that have not come, as far as this rank can know."""
+    if not meeting:
+        return [0]
+    return [rank for rank in range(1, world_size) if not store.check([f"ack/{meeting}/{rank}"])]
 
 
 def forget(launch: LaunchInfo) -> None:
