@@ -2,11 +2,14 @@
 
 import re
 import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 from harness import ROOT, SCRIPTS, run
 from test_ladder import LADDER
+
+import ddp_ref
 
 README = (ROOT / "README.md").read_text()
 
@@ -35,6 +38,22 @@ def test_make_targets_exist(tmp_path):
     for target in targets:
         result = run("make", "-C", ROOT, "--dry-run", target, cwd=tmp_path)
         assert result.code == 0, result.stderr
+
+
+def test_the_package_example_prints_what_the_readme_shows(tmp_path):
+    example = re.search(r"```python\n(.*?)```\n\n```console\n(.*?)```", README, re.DOTALL)
+    assert example
+    (tmp_path / "example.py").write_text(example[1])
+    result = run(sys.executable, "example.py", cwd=tmp_path)
+    assert result.code == 0, result.stderr
+    assert result.stdout == example[2]
+
+
+def test_the_names_of_the_package_exist():
+    table = README[README.index("| to | use |") : README.index("[docs/differences.md]")]
+    names = re.findall(r"`(\w+)`", table)
+    assert len(names) == 13
+    assert set(names) <= set(ddp_ref.__all__)
 
 
 def test_the_first_command_prints_what_the_readme_shows(tmp_path):
