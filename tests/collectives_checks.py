@@ -131,6 +131,24 @@ def check_tensors_of_any_shape_and_dtype_arrive_in_order():
         assert [(len(p), p.dtype) for p in mixed] == [(r + 1, DTYPES[r]) for r in range(world)]
 
 
+def check_a_part_may_be_a_conjugate_or_negative_view():
+    part = torch.full((3,), 1 + 2j, dtype=torch.complex64)
+    for view in (part.conj(), part.conj().imag):
+        parts = gather_tensors(view)
+        if dist.get_rank() == 0:
+            assert all(torch.equal(each, view.resolve_neg()) for each in parts)
+
+
+def check_a_mean_without_values_is_refused():
+    for names in (None, ["loss"]):
+        try:
+            reduce_mean({}, 5, names=names)
+        except ValueError as error:
+            assert "values are empty for 5 samples" in str(error)
+        else:
+            raise AssertionError("a mean of nothing over 5 samples")
+
+
 def check_a_part_may_be_a_view_with_a_gradient():
     me = dist.get_rank()
     whole = torch.arange(12.0).reshape(3, 4).requires_grad_() * (me + 1)

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import re
 import threading
 import time
 from contextlib import contextmanager
@@ -150,10 +151,8 @@ def check_an_exception_that_does_not_unpickle_keeps_its_name_and_text():
         assert f"raised on rank {rank} in" in text_of(error)
         if dist.get_rank() == rank:
             assert type(error.__cause__) is TwoArguments
-        try:
-            fail(Local, "here")
-        except Exception as local:  # noqa: BLE001 - a Local or, where it cannot travel, its text
-            assert "Local" in text_of(local) and "here" in str(local)
+        local = raised(RuntimeError, fail, Local, "here")  # no rank has another's class
+        assert "Local: here" in str(local)
     usable()
 
 
@@ -211,12 +210,40 @@ def check_ranks_in_different_calls_get_an_error():
     for other, first, second in itertools.product(everyone, repeat=3):
         call = on_rank(second)(two) if me == other else on_rank(first)(one)
         error = raised(RuntimeError, call)
-        assert "one on rank" in str(error) and "two on rank" in str(error)
+        for name in ("one", "two"):
+            assert re.search(rf"{name} \(line \d+\) on rank", str(error))
         assert me == other or f"rank {other} is in" in str(error)
         assert "the same order" in str(error)
     for other in everyone:  # the same function, for other ranks
         raised(RuntimeError, on_rank(int(me == other))(one))
         raised(RuntimeError, block_first if me == other else on_rank(0)(one))
+    usable()
+
+
+def check_calls_of_one_name_at_different_lines_are_different_calls():
+    first = on_rank(0, broadcast=True)(lambda: "first")
+    second = on_rank(0, broadcast=True)(lambda: "second")
+
+    def blocks(which):
+        if which:
+            with rank_first():
+                return
+        with rank_first():
+            return
+
+    me = dist.get_rank()
+    raised(RuntimeError, first if me == 0 else second)
+    raised(RuntimeError, blocks, me == 0)
+    assert (first(), second()) == ("first", "second")
+    usable()
+
+
+def check_a_result_that_does_not_unpickle_is_an_error_on_all():
+    @on_rank(0, broadcast=True)
+    def give():
+        return {"failed": TwoArguments("this", "that")}
+
+    raised(TypeError, give)
     usable()
 
 

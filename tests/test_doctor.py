@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,20 +70,28 @@ def test_master_that_does_not_resolve():
 def test_loopback_is_no_master_for_two_nodes():
     assert doctor._master(TWO_NODES).level == "problem"
     assert doctor._master(ALONE).level == "ok"
+    assert doctor._master(replace(TWO_NODES, master_addr="::1")).level == "problem"
+    assert doctor._master(replace(TWO_NODES, master_addr="::1", nnodes=1)).level == "ok"
+
+
+def test_a_host_that_does_not_know_its_own_name(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "no.such.host.invalid")
+    assert doctor._master(ALONE).level == "warning"  # nothing here needs the name
 
 
 def test_port_in_use():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        busy = TWO_NODES.__class__(**{**vars(TWO_NODES), "master_port": port})
+        busy = replace(TWO_NODES, master_port=port)
         level, _, text, way_out = doctor._port(busy)
     assert level == "problem" and str(port) in text and "MASTER_PORT" in way_out
     assert doctor._port(busy).level == "ok"  # free again
 
 
-def test_slurm_job_without_a_step_is_a_warning(monkeypatch):
+@pytest.mark.parametrize("tasks", ["4", "x"])
+def test_slurm_job_without_a_step_is_a_warning(monkeypatch, tasks):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_NTASKS", tasks)
     level, _, text, way_out = doctor._launch(detect_launch())
     assert level == "warning" and "SLURM_NTASKS" in text and "srun" in way_out
 
@@ -94,6 +103,8 @@ def test_devices_against_local_ranks(monkeypatch, gpus, level):
     found = doctor._devices(two)
     assert found.level == level
     assert f"{gpus} visible GPU" in found.text and "2 local ranks" in found.text
+    four = replace(two, launcher="slurm", world_size=4, local_world_size=4)
+    assert doctor._devices(four).level == {0: "ok", 1: "ok", 2: "warning"}[gpus]
 
 
 def test_a_folder_that_takes_no_file(monkeypatch):

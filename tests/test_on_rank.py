@@ -93,6 +93,15 @@ def test_what_runs_after_its_call_is_refused(func):
         on_rank(0)(functools.partial(func))
 
 
+def test_an_object_that_is_called_like_a_generator_is_refused():
+    class Job:
+        def __call__(self):
+            yield
+
+    with pytest.raises(TypeError, match="Job is a generator function"):
+        on_rank(0)(Job())
+
+
 @pytest.mark.parametrize("order", [staticmethod, classmethod])
 def test_on_rank_goes_below_staticmethod_and_classmethod(order):
     with pytest.raises(TypeError, match=f"below @{order.__name__}"):

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,12 @@ def test_a_bad_number_of_gpus_is_refused(num_gpus):
         parallelize_on_gpus(num_gpus)
 
 
+def test_more_gpus_than_there_are_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="num_gpus=2, but 1 CUDA devices are visible"):
+        ParallelExecutor(2)
+
+
 def test_the_decorator_without_its_call_is_refused():
     with pytest.raises(ValueError, match="num_gpus must be None or an integer"):
 
@@ -347,3 +354,19 @@ def test_no_worker_outlives_a_parent_that_is_killed(tmp_path, doing):
         while running.processes():
             assert time.monotonic() < deadline, running.processes()
             time.sleep(0.05)
+
+
+def test_calls_from_two_threads_take_turns(two):
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(two.run, lambda x, device: x, number) for number in range(40)]
+        assert [call.result(60) for call in calls] == [[number] * 2 for number in range(40)]
+
+
+def test_one_storage_under_two_dtypes_comes_back(two):
+    def views(device):
+        numbers = torch.ones(2)
+        return numbers, numbers.view(torch.int32)
+
+    for ones, bits in two.run(views):
+        assert ones.tolist() == [1, 1] and bits.dtype == torch.int32
+        assert bits.view(torch.float32).tolist() == [1, 1]

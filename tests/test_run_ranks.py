@@ -235,7 +235,9 @@ def test_it_never_outlives_its_timeout_whatever_the_ranks_do(capfd):
     [
         (ValueError, "nproc must be an integer of at least 1, not 0", {"nproc": 0}),
         (ValueError, "nproc must be an integer of at least 1, not 2.0", {"nproc": 2.0}),
-        (TypeError, r"a timedelta such as timedelta\(minutes=1\), not 60", {"timeout": 60}),
+        (TypeError, r"a timedelta above 0, such as one minute, not 60", {"timeout": 60}),
+        (TypeError, "timeout must be a timedelta above 0", {"timeout": timedelta(0)}),
+        (ValueError, "nproc must be an integer of at least 1, not True", {"nproc": True}),
         (TypeError, "func or an argument cannot be pickled", {"data": (n for n in ())}),
     ],
 )
@@ -387,3 +389,70 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, before):
             time.sleep(0.05)
         for pid in kept:
             os.kill(pid, signal.SIGKILL)
+
+
+SCRIPT_OF_CLASSES = """
+import functools
+from typing import NamedTuple
+import torch
+import torch.distributed as dist
+from ddp_ref import initialize_ddp, run_ranks
+
+class Mine(NamedTuple):
+    rank: int
+
+def gather():
+    initialize_ddp()
+    found = [None, None]
+    dist.all_gather_object(found, Mine(dist.get_rank()))
+    return found == [Mine(0), Mine(1)]
+
+class Job:
+    def __call__(self):
+        return gather()
+
+for func in (gather, torch.no_grad()(gather), functools.partial(gather), Job(), Job().__call__):
+    assert run_ranks(func) == [True, True], func
+"""
+
+
+def test_classes_of_the_script_are_found_under_decorators_partials_and_objects(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT_OF_CLASSES)
+    result = run(sys.executable, "script.py", cwd=tmp_path)
+    assert result.code == 0, result.stderr
+
+
+STUCK = """
+import os, re, signal, sys
+from ddp_ref import run_ranks
+
+def stuck():
+    print("here", flush=True)
+    open(f"rank{os.environ['RANK']}", "w").close()
+    if sys.argv[1] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    re.match(r"(a+)+$", "a" * 45 + "b")  # holds the interpreter lock, for years
+
+run_ranks(stuck)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a signal for a closed pipe")
+@pytest.mark.parametrize("how", ["stopped", "holds the lock"])
+def test_a_rank_that_cannot_look_dies_with_a_killed_parent(tmp_path, how):
+    (tmp_path / "script.py").write_text(STUCK)
+    with Running(sys.executable, "script.py", how, cwd=tmp_path) as running:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        running.process.kill()
+        running.wait()  # on leaving, Running asserts that no rank is left
+
+
+def test_what_a_rank_prints_never_hides_its_result(tmp_path):
+    code = "from ddp_ref import run_ranks; print(run_ranks(lambda: print('caf\\xe9') or 1))"
+    env = {"PYTHONIOENCODING": "ascii"}
+    result = run(sys.executable, "-c", code, cwd=tmp_path, env=env)
+    assert result.code == 0, result.stderr
+    assert result.stdout == "[rank 0] caf\\xe9\n[rank 1] caf\\xe9\n[1, 1]\n"

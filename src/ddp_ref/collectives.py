@@ -26,8 +26,9 @@ def reduce_sum(
     packed all-reduce; without, the ranks first tell each other their names. Raises ValueError where
     they differ (on all ranks alike unless `names` is given).
     """
-    names = _agree_on_names(values, names)
-    sums = _all_reduce([float(values.get(name, 0.0)) for name in names])
+    own = {name: float(value) for name, value in values.items()}
+    names = _agree_on_names(own, names)
+    sums = _all_reduce([own.get(name, 0.0) for name in names])
     return dict(zip(names, sums, strict=True))
 
 
@@ -40,8 +41,13 @@ def reduce_mean(
     if any, are not looked at. The mean over no samples at all is nan. `names` as in reduce_sum:
     the counts travel in the same packed all-reduce.
     """
-    names = _agree_on_names(values, names)
-    sums = [float(values.get(name, 0.0)) * count if count else 0.0 for name in names]
+    if count and not values:
+        raise ValueError(f"values are empty for {count} samples: pass their means, or a count of 0")
+    own = {name: float(value) for name, value in values.items()}
+    names = _agree_on_names(own, names)
+    if count and _world_size() == 1:
+        return own
+    sums = [own.get(name, 0.0) * count if count else 0.0 for name in names]
     *totals, samples = _all_reduce([*sums, float(count)])
     means = [total / samples if samples else math.nan for total in totals]
     return dict(zip(names, means, strict=True))
@@ -53,7 +59,8 @@ def gather_tensors(tensor: Tensor | None) -> list[Tensor | None] | None:
     Shapes and dtypes may differ; a rank with nothing passes None, which is its entry in the list.
     The parts are detached and on the CPU, so that rank 0's GPU never holds them all.
     """
-    part = None if tensor is None else tensor.detach().contiguous()
+    # A conjugate or a negative view has no bytes of its own to send.
+    part = None if tensor is None else tensor.detach().resolve_conj().resolve_neg().contiguous()
     if _world_size() == 1:
         return [None if part is None else part.cpu()]
     # Collectives on different shapes abort in C++: the shapes first, then each part on its own.

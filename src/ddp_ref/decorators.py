@@ -3,9 +3,11 @@
 import functools
 import inspect
 import operator
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from threading import Lock
 from typing import ParamSpec, TypeVar
 
@@ -31,14 +33,17 @@ def on_rank(
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     """Run the decorated function on `rank` (or several) while all others wait for its end.
 
-    The function becomes collective: all ranks call it, in the same order as all on_rank functions.
+    The function becomes collective: all ranks call it, in the same order as all on_rank functions,
+    each from one thread at a time. A rank that leaves out one of several calls of one function is
+    not noticed: it then takes the next call's part.
     It may take longer than the group's timeout. It returns its result on the ranks that ran it and
     None elsewhere; with `broadcast` the result of the lowest of them comes back elsewhere too,
     pickled, its CUDA tensors on the receiver's own device (the CPU where there is none).
 
     An exception is raised on all ranks with its original type, rank and traceback; of several, the
     lowest rank's, the others as notes. One whose type does not survive pickling becomes a
-    RuntimeError. The group stays usable. RuntimeError names a rank that died or is in another call.
+    RuntimeError. The group stays usable. RuntimeError names a rank that died (at
+    once, unless children that it forked still hold its sockets) or is in another call.
 
     `max_wait` (timedelta) bounds the wait for other ranks, not the work: past it, TimeoutError. No
     rank returns before all have called; `barrier` adds the `dist.barrier()` of the default group,
@@ -85,23 +90,32 @@ def _run(
                 result = work()
             if broadcast and group.rank() == ranks[0]:
                 packed = pack_object(result)
+                unpack_object(packed)  # what cannot be unpickled is an error here, and so on all
         except BaseException as caught:  # noqa: BLE001 - raised by settle, on all ranks
             error = caught
-    shared = settle(group, name, ranks, error, packed, max_wait)
+    try:
+        shared = settle(group, name, ranks, error, packed, max_wait)
+    finally:
+        del error  # else this frame keeps the exception, and that all the body's locals
     if barrier:
         dist.barrier()
     return result if listed or shared is None else unpack_object(shared)
 
 
-@contextmanager
-def rank_first(rank: int = 0) -> Iterator[None]:
+def rank_first(rank: int = 0) -> AbstractContextManager[None]:
     """Run the `with` block on `rank`, then on all the others (collective: all ranks enter).
 
     For what one rank fetches and the others find in place. They wait however long it takes; an
     exception of the first is raised on all, and the others do not run the block. Calls of on_rank
     and rank_first inside the block exchange nothing. With no group open, the block simply runs.
     """
-    ranks = (operator.index(rank),)
+    caller = sys._getframe(1)
+    place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+    return _rank_first((operator.index(rank),), f"rank_first at {place}")
+
+
+@contextmanager
+def _rank_first(ranks: tuple[int, ...], name: str) -> Iterator[None]:
     group, first = _enter(ranks)
     if group is None:
         yield
@@ -113,7 +127,10 @@ def rank_first(rank: int = 0) -> Iterator[None]:
                 yield
         except BaseException as caught:  # noqa: BLE001 - raised by settle, on all ranks
             error = caught
-    settle(group, "rank_first", ranks, error)
+    try:
+        settle(group, name, ranks, error)
+    finally:
+        del error
     if not first:
         with _body:
             yield
@@ -128,7 +145,7 @@ def _enter(ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup | None, bool]:
     me, world = (group.rank(), group.size()) if group else (0, 1)
     if not ranks or ranks[0] < 0 or ranks[-1] >= world:
         listed = ", ".join(map(str, ranks)) or "none"
-        raise ValueError(f"ranks of this world are 0 to {world - 1}, on_rank was given {listed}")
+        raise ValueError(f"the ranks of this world are 0 to {world - 1}, not {listed}")
     return (None if world == 1 or _body.locked() else group), me in ranks
 
 
@@ -149,8 +166,10 @@ def _name_of(func: Callable[..., object]) -> str:
     if not callable(func):
         raise TypeError(f"on_rank decorates a function, not {func!r}")
     name = f"{func.__module__}.{getattr(func, '__qualname__', type(func).__qualname__)}"
-    if inspect.isgeneratorfunction(func) or inspect.isasyncgenfunction(func):
-        raise TypeError(f"on_rank: {name} is a generator function, it runs after its call ends")
-    if inspect.iscoroutinefunction(func):
-        raise TypeError(f"on_rank: {name} is a coroutine function, it runs after its call ends")
-    return name
+    for call in (func, type(func).__call__):  # a function, or an object that is called like one
+        if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
+            raise TypeError(f"on_rank: {name} is a generator function, it runs after its call ends")
+        if inspect.iscoroutinefunction(call):
+            raise TypeError(f"on_rank: {name} is a coroutine function, it runs after its call ends")
+    code = getattr(inspect.unwrap(func), "__code__", None)
+    return f"{name} (line {code.co_firstlineno})" if code else name  # two lambdas have one name

@@ -1,5 +1,6 @@
 """What this machine and this launch can run: one line a check, with the way out of a problem."""
 
+import ipaddress
 import json
 import os
 import platform
@@ -60,10 +61,8 @@ def find() -> Iterator[Finding]:
         yield Finding("problem", "backends", "this torch has no torch.distributed", "another build")
         return
     yield _backends()
-    yield _devices(launch)
-    yield _master(launch)
-    yield _port(launch)
-    yield _interface(launch)
+    for check in (_devices, _master, _port, _interface):
+        yield check(launch)
     yield from _all_reduces()
     yield _write()
 
@@ -87,7 +86,7 @@ def _launch(launch: LaunchInfo) -> Finding:
         f"{launch.local_rank} of {launch.local_world_size}, {launch.nnodes} node"
         f"{'s' * (launch.nnodes > 1)} ({launch.reason})"
     )
-    if launch.launcher == "none" and int(os.environ.get("SLURM_NTASKS") or 1) > 1:
+    if launch.launcher == "none" and os.environ.get("SLURM_NTASKS", "1") != "1":
         way_out = "start the ranks with srun, or with torchrun"
         return Finding("warning", "launch", f"{text}; SLURM_NTASKS alone starts nothing", way_out)
     return Finding("ok", "launch", text)
@@ -106,7 +105,8 @@ def _backends() -> Finding:
 def _devices(launch: LaunchInfo) -> Finding:
     gpus, ranks = torch.cuda.device_count(), launch.local_world_size
     text = f"{gpus} visible GPU{'s' * (gpus != 1)} for {ranks} local rank{'s' * (ranks != 1)}"
-    if 0 < gpus < ranks and launch.launcher != "slurm":
+    own = launch.launcher == "slurm" and gpus == 1  # --gpus-per-task=1 shows each task its own
+    if 0 < gpus < ranks and not own:
         return Finding("warning", "devices", f"{text}: the CPU", f"start {gpus} to use CUDA")
     return Finding("ok", "devices", text)
 
@@ -114,15 +114,21 @@ def _devices(launch: LaunchInfo) -> Finding:
 def _master(launch: LaunchInfo) -> Finding:
     name = launch.master_addr or socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
+        address = _address(name)
     except OSError as error:
         way_out = f"add {name} to DNS or /etc/hosts, or set MASTER_ADDR to an address"
-        return Finding("problem", "master", f"{name} does not resolve: {error}", way_out)
+        level = "problem" if launch.master_addr else "warning"
+        return Finding(level, "master", f"{name} does not resolve: {error}", way_out)
     text = f"{name} is {address}"
-    if launch.nnodes > 1 and address.startswith("127."):
+    if launch.nnodes > 1 and address.is_loopback:
         way_out = "set MASTER_ADDR to an address that the other nodes reach"
         return Finding("problem", "master", f"{text}, which is every node itself", way_out)
     return Finding("ok", "master", text)
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    return ipaddress.ip_address(str(address).partition("%")[0])
 
 
 def _port(launch: LaunchInfo) -> Finding:
@@ -148,7 +154,7 @@ def _interface(launch: LaunchInfo) -> Finding:
     if launch.nnodes == 1:
         return Finding("ok", "interface", text)
     try:
-        loopback = socket.gethostbyname(socket.gethostname()).startswith("127.")
+        loopback = _address(socket.gethostname()).is_loopback
     except OSError:
         loopback = True
     if loopback:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .hostlist import first_host
@@ -65,6 +65,9 @@ def detect_launch(
         environ["MASTER_PORT"] = str(master_port)
     if rank is not None:
         environ.setdefault("LOCAL_RANK", str(rank))
+        if environ.get("WORLD_SIZE") != str(world_size):  # an outer launch's own: not for this one
+            environ.pop("LOCAL_WORLD_SIZE", None)
+            environ.pop("GROUP_WORLD_SIZE", None)
         environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         return _complete(environ, "arguments", "rank and world_size were given as arguments")
     if _all_set(environ, RANK_NAMES):
@@ -72,6 +75,7 @@ def detect_launch(
     if _integer(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _complete(_slurm_step(environ), "slurm", "a task of a Slurm step of several tasks")
     if "SLURM_JOB_ID" in environ:  # an sbatch body or an interactive shell, whatever SLURM_NTASKS
+        _all_set(environ, MASTER_NAMES if "MASTER_ADDR" in environ else ())
         return LaunchInfo(launcher="none", reason="a Slurm job, but not a step of several tasks")
     _all_set(environ, MASTER_NAMES)
     return LaunchInfo(launcher="none", reason="no launcher's variables are set")
@@ -151,7 +155,7 @@ def _tasks_per_node(text: str, node: int) -> tuple[int, int]:
     return found, nodes
 
 
-def _all_set(environ: Mapping[str, str], names: tuple[str, ...], required: bool = False) -> bool:
+def _all_set(environ: Mapping[str, str], names: Sequence[str], required: bool = False) -> bool:
     """Say whether all variables of a set are there; raise where only a part of it is."""
     missing = [name for name in names if name not in environ]
     if missing and (required or len(missing) < len(names)):
@@ -170,6 +174,6 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def _port(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,5}", text) or not 0 < int(text) < 2**16:
+    if not re.fullmatch(r"\s*[0-9]{1,5}\s*", text) or not 0 < int(text) < 2**16:
         raise ValueError(f"MASTER_PORT must be an integer in 1..65535, not {text!r}")
     return int(text)

@@ -2,6 +2,7 @@
 
 import pickle
 import traceback
+from contextlib import suppress
 
 import cloudpickle
 
@@ -10,11 +11,14 @@ class RemoteTraceback(Exception):
     """The traceback of another process: the cause it is shown as on Python 3.10, without notes."""
 
 
-def pack_exception(error: BaseException) -> bytes:
-    """Return `error` and its traceback as bytes, whatever the exception holds."""
+def pack_exception(error: BaseException, by_value: bool = True) -> bytes:
+    """Return `error` and its traceback as bytes, whatever the exception holds.
+
+    A class that cannot be imported, as one of a function's own, travels as a copy `by_value`.
+    """
     described = "".join(traceback.format_exception_only(type(error), error)).strip()
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
-    return pickle.dumps((_pickled(error), described, trace))
+    return pickle.dumps((_pickled(error, by_value), described, trace))
 
 
 def unpack_exception(packed: bytes, where: str) -> BaseException:
@@ -34,17 +38,21 @@ def unpack_exception(packed: bytes, where: str) -> BaseException:
 
 def add_note(error: BaseException, note: str) -> None:
     """Add `note` to `error`: its `add_note`, or on Python 3.10 the same list shown as a cause."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
+    with suppress(Exception):  # an exception may refuse new attributes: then without the note
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+            return
         error.__dict__.setdefault("__notes__", []).append(note)
-        error.__cause__ = RemoteTraceback("\n".join(error.__dict__["__notes__"]))
+        cause = RemoteTraceback("\n".join(error.__dict__["__notes__"]))
+        old = error.__cause__
+        cause.__cause__ = old.__cause__ if isinstance(old, RemoteTraceback) else old
+        error.__cause__ = cause
 
 
-def _pickled(error: BaseException) -> bytes | None:
+def _pickled(error: BaseException, by_value: bool) -> bytes | None:
     """Return `error` pickled, or None if it would not come back as the type that it is."""
     # By reference first: a class of the script itself is then the receiver's own, not a copy.
-    for dumps in (pickle.dumps, cloudpickle.dumps):
+    for dumps in (pickle.dumps, cloudpickle.dumps)[: 1 + by_value]:
         try:
             pickled = dumps(error)
             if type(pickle.loads(pickled)) is type(error):

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ class ParallelExecutor:
 
     The first `num_gpus` GPUs are used, all for None; ValueError where there are fewer. Without CUDA
     a warning says so, and `num_gpus` workers use the CPU (None: one a core, up to 2). Workers start
-    with the first `run` and live until `close`. To be used by one thread at a time.
+    with the first `run` and live until `close`. Calls from several threads take turns.
     """
 
     def __init__(self, num_gpus: int | None = None, pass_device: bool = True) -> None:
         self.devices = _devices(num_gpus)
         self._pass_device = pass_device
         self._workers: dict[int, Worker] = {}
+        self._turn = Lock()
 
     def __enter__(self) -> "ParallelExecutor":
         return self
@@ -41,7 +43,8 @@ class ParallelExecutor:
 
         With `pass_device` it gets the keyword `device`, and `args` fill its other parameters:
         `run(f, data)` for `def f(device, data)`. A CUDA device is also the current one there.
-        Results come back as they are: a tensor on the device it was on, but without its graph.
+        Results come back as they are: a tensor on the device it was on, but without its graph and
+        `.grad`; views are copied.
         Raises the first exception in its own type, the device and its traceback as a note, and
         RuntimeError for a worker that died; calls that still run then are killed. TypeError where
         `func`, an argument or a result does not pickle.
@@ -49,8 +52,9 @@ class ParallelExecutor:
         if self._pass_device and "device" in kwargs:
             raise TypeError("device is passed by the executor: leave it out, or pass_device=False")
         packed = dumps("func or an argument", (_on_device, func, args, kwargs))
-        workers = [self._worker(number) for number in range(len(self.devices))]
-        return run_all(workers, lambda worker: worker.call(packed))
+        with self._turn:
+            workers = [self._worker(number) for number in range(len(self.devices))]
+            return run_all(workers, lambda worker: worker.call(packed))
 
     def close(self) -> None:
         """End the workers; a later `run` starts new ones."""
@@ -123,7 +127,7 @@ def parallel_on_all_devices(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check(num_gpus: int | None) -> None:
-    if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
+    if num_gpus is not None and (type(num_gpus) is not int or num_gpus < 1):
         raise ValueError(f"num_gpus must be None or an integer of at least 1, not {num_gpus!r}")
 
 

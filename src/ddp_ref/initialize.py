@@ -64,10 +64,15 @@ def initialize_ddp(
     `timeout` (timedelta, 60 minutes) bounds the opening and every collective. `backend` is "nccl"
     (CUDA), "gloo" (CPU) or None: CUDA where every rank has a GPU of its own, else the CPU.
     Raises ValueError for a contradictory environment or argument, RuntimeError where the ranks do
-    not meet or, under "nccl", a rank has no GPU of its own; then no group is left open.
+    not meet or, under "nccl", a rank has no GPU of its own; then no group is left open. TypeError
+    for a `timeout` that is no timedelta above 0.
     """
     if backend not in (None, "nccl", "gloo"):
         raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise TypeError(f"timeout must be a timedelta above 0, such as one minute, not {timeout!r}")
+    if not (use_distributed is None or isinstance(use_distributed, bool)):
+        raise TypeError(f"use_distributed must be True, False or None, not {use_distributed!r}")
     if use_distributed is not False:
         if dist.is_available() and dist.is_initialized():
             return _current().info
@@ -124,7 +129,7 @@ def _should_use_distributed(flag: bool | None) -> bool:
 
 def _is_env_distributed() -> bool:
     """Say whether the environment has what a process group needs."""
-    return detect_launch().launcher != "none"
+    return detect_launch().master_addr is not None
 
 
 def _wanted(flag: bool | None, launch: LaunchInfo) -> bool:

@@ -1,6 +1,7 @@
 """Run a function on several ranks of this host: from a notebook, a test, a script, no launcher."""
 
 import atexit
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -28,18 +29,17 @@ def run_ranks(
 
     Each rank is a process with torchrun's variables, so `initialize_ddp` and `env://` work in
     `func`, which may be a lambda, a closure or a notebook's. What the ranks wrote is printed when
-    they have ended, in rank order. A tensor comes back as it is, without its graph.
+    they have ended, in rank order. A tensor comes back as it is, but
+    without its graph and `.grad`; views are copied.
     Raises the first failure in its own type, the rank and its traceback as a note; RuntimeError for
     a rank that was killed or exited; TimeoutError past `timeout` (timedelta, None: no limit);
     TypeError where `func`, an argument or a result does not pickle. No rank is left then, nor
     after an interrupt.
     """
-    if not isinstance(nproc, int) or nproc < 1:
+    if type(nproc) is not int or nproc < 1:
         raise ValueError(f"nproc must be an integer of at least 1, not {nproc!r}")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(
-            f"timeout must be a timedelta such as timedelta(minutes=1), not {timeout!r}"
-        )
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise TypeError(f"timeout must be a timedelta above 0, such as one minute, not {timeout!r}")
     packed = dumps("func or an argument", (_as_rank, func, args, kwargs))
     # Hosted here, on a port the system picks: the ranks join as under torchrun, and no runs clash.
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -86,7 +86,10 @@ def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
 
 
 def _print(outputs: Iterable[IO[bytes]]) -> None:
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for rank, output in enumerate(outputs):
         output.seek(0)
         for line in output:
-            print(f"[rank {rank}] {line.decode(errors='replace').rstrip(chr(10))}", flush=True)
+            text = line.decode(errors="replace").rstrip("\n")
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+            print(f"[rank {rank}] {text}", flush=True)

@@ -52,22 +52,26 @@ def settle(
 ) -> bytes | None:
     """Wait until `ranks` have done their work; return the `value` of the first (collective).
 
-    `error` and `value` are what this rank's own work raised and returned. Raises, on all ranks
-    alike, the exception of the lowest rank with the others as notes; without one, RuntimeError
-    where a rank died or is in another call, TimeoutError where one has not come in `max_wait`.
+    `error` and `value` are what this rank's own work raised and returned. Raises the exception of
+    the lowest rank, with the others as notes; without one, RuntimeError where a rank died or is in
+    another call, TimeoutError where one has not come in `max_wait`. All ranks raise alike as far as
+    they can know: a rank that learns of a death does not wait for what the others will raise.
     """
     me, number = group.rank(), next(_numbers.setdefault(group, itertools.count(1)))
     call = f"{name} on rank {', '.join(map(str, ranks))} (call {number})"
-    mine = Outcome(call, None if error is None else pack_exception(error), value)
+    # Not by value: a copied class is another class on each rank, and no `except` would catch it.
+    failure = None if error is None else pack_exception(error, by_value=False)
+    mine = Outcome(call, failure, value)
     answers = {me: mine} | _exchange(group, number, mine, max_wait)
     errors = _errors(answers, ranks, call)
     if error is not None:
         errors[0, me] = _own(error, errors[0, me], f"raised on rank {me} in {call}")
+        error = None  # a frame that holds its exception keeps all the body's locals alive
     if not errors and (late := set(range(group.size())) - answers.keys()):
         names = ", ".join(map(str, sorted(late)))
         raise TimeoutError(f"max_wait={max_wait} is over and rank {names} has not ended {call}")
     if errors:
-        _raise_first([errors[key] for key in sorted(errors)])
+        _raise_first([errors.pop(key) for key in sorted(errors)])
     first = answers[ranks[0]]
     assert isinstance(first, Outcome)
     return first.value
@@ -190,4 +194,7 @@ def _raise_first(errors: list[BaseException]) -> None:
     for other in others:
         text = "".join(traceback.format_exception(type(other), other, other.__traceback__))
         add_note(first, f"also {text.rstrip()}")
-    raise first
+    try:
+        raise first
+    finally:
+        del first, others, errors  # a circle of frame, exception and traceback otherwise

@@ -35,10 +35,11 @@ class _CloudPickle:
 
 
 def _is_view(tensor: torch.Tensor) -> bool:
-    """Say whether the storage, all of which would be sent, holds more than the tensor."""
+    """Say whether to send a copy: of a part of a storage, or of one seen under another dtype."""
     if tensor.layout is not torch.strided:
         return False
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    return part or (tensor._base is not None and tensor._base.dtype != tensor.dtype)
 
 
 def _place(storage: Any, location: str) -> Any:

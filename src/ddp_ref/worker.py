@@ -5,6 +5,9 @@ needs no `__main__` guard), the global start method stays unset, DataLoader work
 torchrun, and a worker can be killed with all that it started. For Linux and macOS.
 """
 
+import fcntl
+import functools
+import inspect
 import math
 import os
 import queue
@@ -29,6 +32,7 @@ LAUNCH_NAMES = {*RANK_NAMES, *MASTER_NAMES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "G
 LAUNCH_NAMES |= {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"}
 PARENT_CHECK = 1.0  # seconds between two looks whether the parent is still there
 WAKE = 0.2  # seconds after which a waiting parent feels an interrupt at the latest
+DYING = 2.0  # seconds from the end of a connection to that of its process
 SETTLE = 0.25  # seconds in which failures count as simultaneous: a death may be noticed last
 
 BOOT = """
@@ -36,11 +40,12 @@ import sys
 sys.path = [path for path in sys.path if path]  # not the current folder: it may hold a tempfile.py
 import importlib, os
 from multiprocessing.connection import Connection
-descriptor = int(sys.argv[1])
+descriptor, life = map(int, sys.argv[1:])
 os.set_inheritable(descriptor, False)
+os.set_inheritable(life, False)
 connection = Connection(os.dup(descriptor))
 sys.path, sys.argv, module, parent = connection.recv()
-importlib.import_module(module).serve(connection, descriptor, parent)
+importlib.import_module(module).serve(connection, descriptor, life, parent)
 """
 
 
@@ -58,35 +63,45 @@ class Worker:
         self, name: str, env: Mapping[str, str], output: IO[bytes] | None = None, **keywords: Any
     ) -> None:
         self.name, self._keywords = name, keywords
+        self._busy = False
         self._connection, theirs = Pipe()
+        life, self._life = os.pipe()  # nothing is ever written: its end is this process's end
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", BOOT, str(theirs.fileno())],
+                [sys.executable, "-u", "-c", BOOT, str(theirs.fileno()), str(life)],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), life],
                 start_new_session=True,
             )
-        with suppress(OSError):  # it is gone already: the first call says so
-            self._connection.send((sys.path, sys.argv, __name__, os.getpid()))
+        try:
+            os.close(life)
+            with suppress(OSError):  # it is gone already: the first call says so
+                self._connection.send((sys.path, sys.argv, __name__, os.getpid()))
+        except BaseException:
+            self.end()
+            raise
 
     @property
     def idle(self) -> bool:
         """Whether it lives, between two calls (when it has nothing to say but that it ended)."""
-        return self._process.returncode is None and not self._connection.poll()
+        ended = self._process.returncode is not None
+        return not (ended or self._busy or self._connection.poll())
 
     def call(self, packed: bytes) -> Any:
         """Return what the packed (run, func, args, kwargs) returns there, or raise Failure.
 
         The worker calls `run(func, args, kwargs, **keywords)`, with the keywords of this worker.
         """
+        self._busy = True
         try:
             self._connection.send(self._keywords)
             self._connection.send_bytes(packed)
             raised_at = self._connection.recv()
             answer = self._connection.recv_bytes()
+            self._busy = False
         except (EOFError, OSError):
             raise Failure(float("-inf"), None) from None
         if raised_at is None:
@@ -111,10 +126,18 @@ class Worker:
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
                 os.killpg(self._process.pid, signal.SIGKILL)
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
         return self._process.wait()
 
     def death(self) -> RuntimeError:
         """Return the error that says how the process ended."""
+        try:
+            self._process.wait(DYING)
+        except subprocess.TimeoutExpired:
+            self.end()
+            return RuntimeError(f"{self.name} closed its connection, and was killed")
         code = self.end()
         if code >= 0:
             return RuntimeError(f"{self.name} exited with code {code}")
@@ -174,11 +197,13 @@ def _failures(talks: Mapping[futures.Future, Worker]) -> list[tuple[Failure, Wor
     return [(error, worker) for error, worker in errors if isinstance(error, Failure)]
 
 
-def serve(connection: Connection, descriptor: int, parent: int) -> None:
+def serve(connection: Connection, descriptor: int, life: int, parent: int) -> None:
     """Run the calls that come through `connection`, in the worker, until it is told to leave.
 
     `descriptor` stays open until the very end of the process: that is how the parent sees it.
+    The other end of `life` closes with the parent: that is how the kernel sees the parent's end.
     """
+    _die_with(life)
     held = [descriptor]
 
     def release() -> None:
@@ -195,14 +220,26 @@ def serve(connection: Connection, descriptor: int, parent: int) -> None:
 
 def _listen(connection: Connection, calls: queue.SimpleQueue, parent: int) -> None:
     """Pass the parent's calls on; when the parent is gone, end this process and its children."""
-    with suppress(
-        EOFError, OSError
-    ):  # a process that the parent forked may keep the other end open
-        while os.getppid() == parent:
+    try:
+        while os.getppid() == parent:  # a process that the parent forked may keep the other end
             if connection.poll(PARENT_CHECK):
                 keywords = connection.recv()
                 calls.put(None if keywords is None else (keywords, connection.recv_bytes()))
-    os.killpg(0, signal.SIGKILL)
+    except (EOFError, OSError):
+        pass  # the parent is gone, or has closed its side
+    finally:  # whatever it was: nobody listens any more
+        os.killpg(0, signal.SIGKILL)
+
+
+def _die_with(life: int) -> None:
+    """Let the kernel kill this process and its children when the parent's end of `life` closes.
+
+    For a worker that is stopped, or holds the interpreter lock, so that no thread of it can look.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())  # a signal for the whole process group
+        fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _answer(connection: Connection, call: tuple[dict[str, Any], bytes] | None) -> bool:
@@ -224,11 +261,25 @@ def _answer(connection: Connection, call: tuple[dict[str, Any], bytes] | None) -
 
 def _fill_main(func: Any) -> None:
     """Give `__main__` what `func` knows of the caller's: pickle looks classes up there by name."""
+    func = _innermost(func)
     if getattr(func, "__module__", None) == "__main__":
         known = getattr(func, "__globals__", {}).items()
         # not __file__: with it, multiprocessing would run the caller's script again
         own = {name: value for name, value in known if not name.startswith("__")}
         vars(sys.modules["__main__"]).update(own)
+
+
+def _innermost(func: Any) -> Any:
+    """Return the function inside decorators, partials, methods and objects that can be called."""
+    if isinstance(func, functools.partial):
+        return _innermost(func.func)
+    if hasattr(func, "__wrapped__"):
+        return _innermost(func.__wrapped__)
+    if inspect.ismethod(func):
+        return _innermost(func.__func__)
+    if inspect.isroutine(func) or isinstance(func, type):
+        return func
+    return type(func).__call__
 
 
 def worker_environment(workers: int) -> dict[str, str]:
