@@ -1,7 +1,6 @@
 """Train on nodes:  srun --nodes=2 --ntasks-per-node=2 python scripts/multinode_slurm.py"""
 
 import os
-import socket
 
 import torch
 import torch.distributed as dist
@@ -105,7 +104,7 @@ def main(args):
     device, why = datautils.pick_device(args.device, local_rank, local_ranks)
     ddp_setup(device)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    print(f"rank {rank} is local rank {local_rank} on {socket.gethostname()}, {device}")
+    print(f"rank {rank} is local rank {local_rank} on {os.uname().nodename}, {device}")
     dist.broadcast_object_list(box := [args.snapshot])  # rank 0's: the nodes may share no disk
     args.snapshot = box[0]
     train_set, test_set, model, optimizer, loss_fn = load_train_objs(args)
@@ -119,6 +118,7 @@ def main(args):
         print(f"{why} | effective batch {batch} | {len(train_data)} optimizer steps an epoch")
         print(f"{args.checkpoint}: {trainer.epochs_run} of {args.epochs} epochs are done")
     trainer.train(args.epochs)
+    dist.barrier()  # no rank leaves before rank 0 has saved
     dist.destroy_process_group()
 
 

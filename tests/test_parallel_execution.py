@@ -360,13 +360,3 @@ def test_calls_from_two_threads_take_turns(two):
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(two.run, lambda x, device: x, number) for number in range(40)]
         assert [call.result(60) for call in calls] == [[number] * 2 for number in range(40)]
-
-
-def test_one_storage_under_two_dtypes_comes_back(two):
-    def views(device):
-        numbers = torch.ones(2)
-        return numbers, numbers.view(torch.int32)
-
-    for ones, bits in two.run(views):
-        assert ones.tolist() == [1, 1] and bits.dtype == torch.int32
-        assert bits.view(torch.float32).tolist() == [1, 1]

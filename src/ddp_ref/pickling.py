@@ -35,11 +35,10 @@ class _CloudPickle:
 
 
 def _is_view(tensor: torch.Tensor) -> bool:
-    """Say whether to send a copy: of a part of a storage, or of one seen under another dtype."""
+    """Say whether the storage, all of which would be sent, holds more than the tensor."""
     if tensor.layout is not torch.strided:
         return False
-    part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-    return part or (tensor._base is not None and tensor._base.dtype != tensor.dtype)
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def _place(storage: Any, location: str) -> Any:
