@@ -1,26 +1,20 @@
 """What the README says is so: the ladder's numbers, its commands, its sample output."""
 
 import re
-import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
-from harness import ROOT, SCRIPTS, run
-from test_ladder import LADDER
+from harness import ROOT, run
+from test_ladder import STEPS, lines_changed
 
 import ddp_ref
 
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("before", "after"), list(pairwise(LADDER)))
+@pytest.mark.parametrize(("before", "after"), STEPS)
 def test_lines_changed(before, after):
-    command = ["git", "diff", "--no-index", "--numstat"]
-    command += [str(SCRIPTS / f"{name}.py") for name in (before, after)]
-    added, removed, _ = subprocess.run(
-        command, capture_output=True, text=True, timeout=30
-    ).stdout.split(maxsplit=2)
+    added, removed = lines_changed(before, after)
     row = next(line for line in README.splitlines() if line.startswith(f"| [{after}.py]"))
     assert f"| +{added} -{removed} |" in row
 

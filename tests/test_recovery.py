@@ -73,8 +73,7 @@ def test_killed_rank_without_restarts_ends_the_run(tmp_path, unbroken):
         kill_rank(running, 1)
         result = running.wait(timeout=60)
     assert result.code != 0
-    # torchrun reports the killed rank, or the peer that lost its connection first
-    assert "SIGKILL" in result.stderr or "closed by peer" in result.stderr
+    assert "SIGKILL" in result.stderr  # torchrun's report names the cause
     with start(tmp_path, "multigpu_torchrun.py") as running:  # the same command goes on
         assert running.wait().code == 0
     assert_same(torch.load(tmp_path / "snapshot.pt", weights_only=True), unbroken)

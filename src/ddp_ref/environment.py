@@ -75,7 +75,8 @@ def detect_launch(
     if _integer(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _complete(_slurm_step(environ), "slurm", "a task of a Slurm step of several tasks")
     if "SLURM_JOB_ID" in environ:  # an sbatch body or an interactive shell, whatever SLURM_NTASKS
-        _all_set(environ, MASTER_NAMES if "MASTER_ADDR" in environ else ())
+        if "MASTER_ADDR" in environ:  # MASTER_PORT may come alone, for the steps of the job
+            _all_set(environ, MASTER_NAMES)
         return LaunchInfo(launcher="none", reason="a Slurm job, but not a step of several tasks")
     _all_set(environ, MASTER_NAMES)
     return LaunchInfo(launcher="none", reason="no launcher's variables are set")

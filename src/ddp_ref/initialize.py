@@ -173,8 +173,8 @@ def _initialize_distributed(
         dist.barrier()
         if not cuda:
             atexit.register(cleanup_ddp)  # a gloo thread that outlives the interpreter aborts it
-        if not cuda and not os.environ.get("OMP_NUM_THREADS"):
-            torch.set_num_threads(cores_per_rank(launch))
+            if not os.environ.get("OMP_NUM_THREADS"):
+                torch.set_num_threads(cores_per_rank(launch))
     except BaseException:
         cleanup_ddp()
         forget(launch)
