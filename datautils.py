@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # here: imported after a group is open, it would hold it to the end
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split

@@ -88,7 +88,7 @@ def main(rank, world_size, args, port):
         batch = args.batch_size * world_size
         print(f"{why} | effective batch {batch} | {len(train_data)} optimizer steps an epoch")
     trainer.train(args.epochs)
-    dist.barrier()  # no rank leaves before rank 0 has saved
+    del trainer  # DDP holds the group, whose threads must end before Python does
     dist.destroy_process_group()
 
 

@@ -103,7 +103,7 @@ def main(args):
         print(f"{why} | effective batch {batch} | {len(train_data)} optimizer steps an epoch")
         print(f"{args.checkpoint}: {trainer.epochs_run} of {args.epochs} epochs are done")
     trainer.train(args.epochs)
-    dist.barrier()  # no rank leaves before rank 0 has saved
+    del trainer  # DDP holds the group, whose threads must end before Python does
     dist.destroy_process_group()
 
 

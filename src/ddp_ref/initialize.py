@@ -8,11 +8,12 @@ import operator
 import os
 import random
 import sys
+import time
 import warnings
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from .rendezvous import forget, meet
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SIDE_TIMEOUT = timedelta(days=365)
+LINGER = 0.2  # seconds, in which a thread gets its turn also where every core is busy
 _first_host_from_slurm_nodelist = first_host
 
 
@@ -43,7 +45,7 @@ class _Opened:
 
 
 # What belongs to a default group is forgotten with it, whoever destroys it.
-_opened: WeakKeyDictionary[dist.ProcessGroup, _Opened] = WeakKeyDictionary()
+_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Opened] = weakref.WeakKeyDictionary()
 
 
 def initialize_ddp(
@@ -88,7 +90,19 @@ def initialize_ddp(
 def cleanup_ddp() -> None:
     """Close the process group and every group made from it; without one, do nothing."""
     if dist.is_available() and dist.is_initialized():
+        group = weakref.ref(_default_group())
         dist.destroy_process_group()
+        if group():  # a DDP model, or torch itself, holds it: its threads run on
+            linger()
+
+
+def linger() -> None:
+    """Give gloo's threads the time to let go of the last tensors, before Python or a model goes.
+
+    For that they need the interpreter lock. While Python ends they would abort the process (up to
+    Python 3.13); and to free a model that alone holds the group is to wait for them with the lock.
+    """
+    time.sleep(LINGER)
 
 
 def side_group() -> dist.ProcessGroup | None:
@@ -172,7 +186,7 @@ def _initialize_distributed(
         _opened[_default_group()] = _Opened(info, _new_side_group())
         dist.barrier()
         if not cuda:
-            atexit.register(cleanup_ddp)  # a gloo thread that outlives the interpreter aborts it
+            atexit.register(cleanup_ddp)
             if not os.environ.get("OMP_NUM_THREADS"):
                 torch.set_num_threads(cores_per_rank(launch))
     except BaseException:

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from .initialize import cleanup_ddp
+from .initialize import cleanup_ddp, linger
 from .pickling import dumps
 from .worker import Worker, run_all, worker_environment
 
@@ -62,7 +62,9 @@ def run_ranks(
 
 def _as_rank(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call `func` in the rank."""
-    atexit.register(cleanup_ddp)  # a group that it leaves open: closed once the result is sent
+    # Once the result is sent: a group that it leaves open is closed, one that it closed is quiet.
+    atexit.register(linger)
+    atexit.register(cleanup_ddp)
     return func(*args, **kwargs)
 
 
