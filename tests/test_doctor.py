@@ -1,5 +1,6 @@
 """`python -m ddp_ref doctor` names what is wrong, and the way out, and exits with 1 for it."""
 
+import ipaddress
 import json
 import socket
 import sys
@@ -58,6 +59,21 @@ def test_under_torchrun_each_rank_reports(tmp_path):
     assert result.code == 0, result.stderr
     for rank in range(2):
         assert f"torchrun: rank {rank} of 2, local rank {rank} of 2, 1 node" in result.stdout
+
+
+def test_a_check_that_fails_hides_no_other(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", f"{'x' * 70}.org")  # a name that no host may have
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr(doctor, "_all_reduces", lambda: iter(()))
+    monkeypatch.setattr(doctor, "_address", lambda name: ipaddress.ip_address(name))
+    levels = {finding.check: finding.level for finding in doctor.find()}
+    assert levels["master"] == "problem" and levels["port"] == levels["write"] == "ok"
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+    command = f"{sys.executable} -m ddp_ref doctor | head -1"
+    result = run("bash", "-c", command, cwd=tmp_path)
+    assert result.stdout.startswith("ok       platform") and result.stderr == ""
 
 
 def test_master_that_does_not_resolve():

@@ -175,7 +175,7 @@ def test_the_first_failure_is_raised_with_its_type_and_rank(kind, rank, capfd, m
         run_ranks(work, nproc=2, timeout=LIMIT)
     assert text.format(rank) in str(caught.value)
     if kind not in SILENT:
-        (note,) = caught.value.__notes__
+        note = caught.value.__notes__[0]
         assert note.startswith(f"raised on rank {rank}:\nTraceback (most recent call last)")
     assert capfd.readouterr().out == "".join(f"[rank {n}] written\n" for n in range(2))
 
@@ -191,6 +191,23 @@ def test_the_earliest_failure_wins_not_the_lowest_rank():
     with pytest.raises(ValueError) as caught:
         run_ranks(work, timeout=LIMIT)
     assert caught.value.args == (1,)
+
+
+def test_a_failure_beside_the_first_is_a_note(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+
+    def work(threads):
+        initialize_ddp()
+        assert torch.get_num_threads() == threads  # OMP_NUM_THREADS is the user's word
+        dist.barrier()
+        if dist.get_rank() == 0:
+            raise ValueError("the cause")
+        os._exit(3)
+
+    with pytest.raises(RuntimeError, match="rank 1 exited with code 3") as caught:
+        run_ranks(work, 2, timeout=LIMIT)
+    (note,) = caught.value.__notes__
+    assert note.startswith("also ") and "ValueError: the cause\nraised on rank 0:" in note
 
 
 @pytest.mark.parametrize("end", ["killed", "returned"])

@@ -1,6 +1,7 @@
 """`python -m ddp_ref doctor`: say what this machine, and this launch, can run."""
 
 import argparse
+import os
 import sys
 
 from .doctor import doctor
@@ -12,7 +13,12 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="check this machine; exit code 1 for a problem")
     command.add_argument("--json", action="store_true", help="print one JSON list of findings")
-    return doctor(as_json=parser.parse_args().json)
+    arguments = parser.parse_args()
+    try:
+        return doctor(as_json=arguments.json)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

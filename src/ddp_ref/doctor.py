@@ -62,9 +62,18 @@ def find() -> Iterator[Finding]:
         return
     yield _backends()
     for check in (_devices, _master, _port, _interface):
-        yield check(launch)
+        yield _found(check, launch)
     yield from _all_reduces()
-    yield _write()
+    yield _found(_write)
+
+
+def _found(check: Callable[..., Finding], *args: LaunchInfo) -> Finding:
+    """Return what `check` finds; one that fails must not hide the rest of the report."""
+    try:
+        return check(*args)
+    except Exception as error:  # noqa: BLE001 - whatever keeps a check from its end is the finding
+        text = f"the check failed: {type(error).__name__}: {error}".splitlines()[0]
+        return Finding("problem", check.__name__.strip("_"), text, "report it as a bug")
 
 
 def _platform() -> Finding:

@@ -17,8 +17,7 @@ def pack_exception(error: BaseException, by_value: bool = True) -> bytes:
     A class that cannot be imported, as one of a function's own, travels as a copy `by_value`.
     """
     described = "".join(traceback.format_exception_only(type(error), error)).strip()
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
-    return pickle.dumps((_pickled(error, by_value), described, trace))
+    return pickle.dumps((_pickled(error, by_value), described, describe(error)))
 
 
 def unpack_exception(packed: bytes, where: str) -> BaseException:
@@ -34,6 +33,11 @@ def unpack_exception(packed: bytes, where: str) -> BaseException:
         error = RuntimeError(described)
     add_note(error, f"raised on {where}:\n{trace}")
     return error
+
+
+def describe(error: BaseException) -> str:
+    """Return `error` as Python prints it: its traceback, its text, its notes."""
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -1,7 +1,5 @@
 """Open and close the process group, and pick the device."""
 
-from __future__ import annotations  # a torch built without distributed has no ProcessGroup
-
 import atexit
 import hashlib
 import operator

@@ -11,7 +11,6 @@ import itertools
 import math
 import pickle
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .errors import add_note, pack_exception, unpack_exception
+from .errors import add_note, describe, pack_exception, unpack_exception
 
 GRACE = 0.5  # seconds to hear which other ranks are dead or astray, once one is
 WAKING_TAG = 2**31 - 1  # the largest there is; the tag of a call is its number
@@ -192,8 +191,7 @@ def _own(error: BaseException, travelled: BaseException, where: str) -> BaseExce
 def _raise_first(errors: list[BaseException]) -> None:
     first, *others = errors
     for other in others:
-        text = "".join(traceback.format_exception(type(other), other, other.__traceback__))
-        add_note(first, f"also {text.rstrip()}")
+        add_note(first, f"also {describe(other)}")
     try:
         raise first
     finally:

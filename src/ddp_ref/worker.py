@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import IO, Any
 
 from .environment import MASTER_NAMES, RANK_NAMES, available_cores
-from .errors import pack_exception, unpack_exception
+from .errors import add_note, describe, pack_exception, unpack_exception
 from .pickling import dumps, loads
 
 LAUNCH_PREFIXES = ("SLURM_", "TORCHELASTIC_")
@@ -157,9 +157,9 @@ def run_all(
 ) -> list[Any]:
     """Hold `talk(worker)` with all workers at once and return their results in order.
 
-    The failure that came first is raised, or TimeoutError; workers that are busy then, or when the
-    caller is interrupted, are killed. A death comes before exceptions: peers that lost their
-    connection to a dead rank may report before its end is noticed.
+    The failure that came first is raised, the others as its notes, or TimeoutError; workers that
+    are busy then, or when the caller is interrupted, are killed. A death comes before exceptions:
+    peers that lost their connection to a dead rank may report before its end is noticed.
     """
     with futures.ThreadPoolExecutor(len(workers)) as pool:
         talks: dict[futures.Future, Worker] = {}
@@ -175,8 +175,11 @@ def run_all(
             for worker in set(workers) - done:
                 worker.end()
     if failed:
-        first, worker = min(failed, key=lambda pair: pair[0].when)
-        raise first.error or worker.death()
+        failed.sort(key=lambda pair: pair[0].when)
+        first, *others = [failure.error or worker.death() for failure, worker in failed]
+        for other in others:
+            add_note(first, f"also {describe(other)}")
+        raise first
     if late:
         raise TimeoutError(f"no result from {', '.join(late)} within {timeout}")
     return [future.result() for future in talks]
