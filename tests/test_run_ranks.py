@@ -175,7 +175,7 @@ def test_the_first_failure_is_raised_with_its_type_and_rank(kind, rank, capfd, m
         run_ranks(work, nproc=2, timeout=LIMIT)
     assert text.format(rank) in str(caught.value)
     if kind not in SILENT:
-        note = caught.value.__notes__[0]
+        (note,) = caught.value.__notes__
         assert note.startswith(f"raised on rank {rank}:\nTraceback (most recent call last)")
     assert capfd.readouterr().out == "".join(f"[rank {n}] written\n" for n in range(2))
 
@@ -193,7 +193,7 @@ def test_the_earliest_failure_wins_not_the_lowest_rank():
     assert caught.value.args == (1,)
 
 
-def test_a_failure_beside_the_first_is_a_note(monkeypatch):
+def test_an_exception_beside_a_death_is_its_note(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
     def work(threads):

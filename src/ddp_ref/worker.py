@@ -157,9 +157,9 @@ def run_all(
 ) -> list[Any]:
     """Hold `talk(worker)` with all workers at once and return their results in order.
 
-    The failure that came first is raised, the others as its notes, or TimeoutError; workers that
-    are busy then, or when the caller is interrupted, are killed. A death comes before exceptions:
-    peers that lost their connection to a dead rank may report before its end is noticed.
+    The failure that came first is raised, or TimeoutError; workers that are busy then, or when the
+    caller is interrupted, are killed. A death comes before exceptions, which are its notes: peers
+    that lost their connection to a dead rank may report before its end is noticed.
     """
     with futures.ThreadPoolExecutor(len(workers)) as pool:
         talks: dict[futures.Future, Worker] = {}
@@ -175,14 +175,19 @@ def run_all(
             for worker in set(workers) - done:
                 worker.end()
     if failed:
-        failed.sort(key=lambda pair: pair[0].when)
-        first, *others = [failure.error or worker.death() for failure, worker in failed]
-        for other in others:
-            add_note(first, f"also {describe(other)}")
-        raise first
+        first, worker = min(failed, key=lambda pair: pair[0].when)
+        raise first.error or _death(worker, [failure.error for failure, _ in failed])
     if late:
         raise TimeoutError(f"no result from {', '.join(late)} within {timeout}")
     return [future.result() for future in talks]
+
+
+def _death(worker: Worker, errors: Sequence[BaseException | None]) -> RuntimeError:
+    """Return the error that says how `worker` ended; its cause may be in `errors`."""
+    death = worker.death()
+    for error in filter(None, errors):
+        add_note(death, f"also {describe(error)}")
+    return death
 
 
 def _wait(talks: Mapping[futures.Future, Worker], timeout: timedelta | None) -> bool:
