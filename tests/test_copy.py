@@ -11,6 +11,7 @@ PACKAGE = ROOT / "src" / "ddp_ref"
 LAYERS = [  # an import only ever points upwards in this list
     *["hostlist", "environment", "rendezvous", "initialize", "collectives"],
     *["errors", "outcomes", "decorators", "pickling", "worker", "executor", "launch"],
+    *["randomness", "data", "checkpoint"],
     *["doctor", "__init__", "__main__"],
 ]
 SMOKE = """

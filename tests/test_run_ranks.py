@@ -229,7 +229,7 @@ def test_what_a_rank_leaves_behind_neither_hides_its_end_nor_stays(end, tmp_path
     for rank in range(2):
         child = int((tmp_path / str(rank)).read_text())
         with contextlib.suppress(psutil.NoSuchProcess):
-            psutil.Process(child).wait(timeout=5)
+            psutil.Process(child).wait(timeout=30)
 
 
 def test_it_never_outlives_its_timeout_whatever_the_ranks_do(capfd):
@@ -241,7 +241,7 @@ def test_it_never_outlives_its_timeout_whatever_the_ranks_do(capfd):
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no result from rank 0, rank 1 within 0:00:08"):
         run_ranks(deaf, torch.zeros(10_000_000), timeout=timedelta(seconds=8))
-    assert time.monotonic() - start < 8 + 5
+    assert time.monotonic() - start < 8 + 20
     assert "[rank 0] started" in capfd.readouterr().out
     with pytest.raises(TimeoutError):  # before the ranks have read what they are to do
         run_ranks(deaf, torch.zeros(10_000_000), timeout=timedelta(milliseconds=1))
@@ -371,7 +371,7 @@ def test_an_interrupt_ends_all_at_once(tmp_path, whole_group):
         _wait_until_blocked(running, tmp_path)
         pid = running.process.pid
         os.killpg(pid, signal.SIGINT) if whole_group else os.kill(pid, signal.SIGINT)
-        result = running.wait(timeout=5)
+        result = running.wait(timeout=30)
         assert result.stderr.rstrip().endswith("KeyboardInterrupt")
         assert result.stdout == "[rank 0] blocked\n[rank 1] blocked\n"
         assert result.code == -signal.SIGINT
@@ -400,7 +400,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, before):
             time.sleep(0.05)
         kept = {int(holder.read_text())} if before else set()
         running.process.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while {process.pid for process in running.processes()} != kept:
             assert time.monotonic() < deadline, running.processes()
             time.sleep(0.05)

@@ -8,8 +8,9 @@ from .collectives import (
 from .decorators import on_rank, rank_first
 from .environment import LaunchInfo, detect_launch
 from .executor import ParallelExecutor, parallel_on_all_devices, parallelize_on_gpus
-from .initialize import DistInfo, cleanup_ddp, initialize_ddp, seed_everything
+from .initialize import DistInfo, cleanup_ddp, initialize_ddp
 from .launch import run_ranks
+from .randomness import seed_everything
 
 __all__ = [
     "DistInfo",

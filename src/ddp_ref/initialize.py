@@ -1,11 +1,7 @@
 """Open and close the process group, and pick the device."""
 
 import atexit
-import hashlib
-import operator
 import os
-import random
-import sys
 import time
 import warnings
 import weakref
@@ -115,23 +111,6 @@ def side_group() -> dist.ProcessGroup | None:
         dist.barrier()  # new_group has no other bound than its timeout, here a year
         current.side = _new_side_group()
     return current.side
-
-
-def seed_everything(seed: int, *parts: int) -> None:
-    """Seed torch, CUDA, random and, where it is loaded, numpy from (seed, *parts).
-
-    `seed_everything(seed)` is the same on every rank, `seed_everything(seed, rank)` gives each rank
-    its own dropout, `seed_everything(seed, epoch, index)` each sample its own augmentation.
-    """
-    text = ",".join(str(operator.index(part)) for part in (seed, *parts))
-    number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-    torch.default_generator.manual_seed(number)  # torch.manual_seed takes 100 times as long
-    random.seed(number)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number % 2**32)
-    in_worker = torch.utils.data.get_worker_info() is not None  # a DataLoader's: no CUDA there
-    if not in_worker and torch.cuda.is_available():
-        torch.cuda.manual_seed_all(number)
 
 
 def _should_use_distributed(flag: bool | None) -> bool:

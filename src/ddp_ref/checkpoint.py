@@ -1,0 +1,199 @@
+"""Checkpoint files: written in one step, checked when read, weights under their bare names."""
+
+import os
+import re
+import uuid
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+NAME = "step_{:09d}.pt"  # the number of optimizer steps
+MARK = b"ddp_ref crc32 "  # before the sum of all bytes, in the comment of the zip archive
+NO_COMMENT = bytes(2)  # the length of the comment, how an archive without one ends
+CHUNK = 2**24  # bytes
+WRAPPED, COMPILED = "module.", "_orig_mod."  # what DDP and torch.compile add to names
+
+
+class DamagedCheckpoint(RuntimeError):
+    """The file is not a whole checkpoint."""
+
+
+def write(path: str | Path, state: Mapping[str, Any]) -> None:
+    """Put `state` at `path` in one step: a crash at any time leaves the old file or the new one.
+
+    Raises OSError where it cannot be written, TypeError for a value that `read` would refuse; the
+    old file stays, and nothing else.
+    """
+    path = Path(path).resolve()  # of a link, the file that it names
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            _save(dict(state), file)
+        _check_readable(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)  # the new name is on disk only after this
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """Return what `write` put at `path`, its tensors on the CPU; no code of the file is run.
+
+    Raises OSError where there is no file to open, DamagedCheckpoint for any other that is not a
+    whole checkpoint: cut short, a bit changed, or with objects that are not plain data.
+    """
+    with Path(path).open("rb") as file:
+        try:
+            _check_sums(file)
+            file.seek(0)
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # damaged headers lead to any, OSError too
+            raise DamagedCheckpoint(
+                f"{path} is not a whole checkpoint: {_reason(error)}"
+            ) from error
+    if not isinstance(state, dict):
+        raise DamagedCheckpoint(f"{path} holds a {type(state).__name__}, a checkpoint is a dict")
+    return state
+
+
+def read_newest(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the whole checkpoint with the most steps in `folder`, with its path; None without any.
+
+    Warns of each damaged one that it passes over. Raises DamagedCheckpoint if all are.
+    """
+    paths = numbered(folder)
+    for path in reversed(paths):
+        try:
+            return path, read(path)
+        except DamagedCheckpoint as error:
+            warnings.warn(f"{error}: taking the one before it", stacklevel=2)
+    if paths:
+        raise DamagedCheckpoint(
+            f"none of {len(paths)} checkpoints in {folder} is whole: move them away to start anew"
+        )
+    return None
+
+
+def numbered(folder: str | Path) -> list[Path]:
+    """Return the checkpoints in `folder` that are named by their step, in that order."""
+    found = [path for path in Path(folder).glob("step_*.pt") if re.search(r"_\d+$", path.stem)]
+    return sorted(found, key=lambda path: int(path.stem.partition("_")[2]))
+
+
+def sweep(folder: str | Path) -> None:
+    """Remove what saves that were killed have left in `folder`; while no other process saves."""
+    for path in Path(folder).glob(".*.pt.*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of `model` under the names that it has without any wrapper."""
+    return {_bare_name(name): value for name, value in bare(model).state_dict().items()}
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy `state` into `model`, whichever of the two is wrapped by DDP or compiled.
+
+    Raises RuntimeError, as load_state_dict does, where names or shapes differ.
+    """
+    model = bare(model)
+    own = {_bare_name(name): name for name in model.state_dict()}
+    given = {_bare_name(name): value for name, value in state.items()}
+    if given.keys() != own.keys() and all(name.startswith(WRAPPED) for name in given):
+        given = {name.removeprefix(WRAPPED): value for name, value in given.items()}
+    model.load_state_dict({own.get(name, name): value for name, value in given.items()})
+
+
+def _bare_name(name: str) -> str:
+    return name.replace(COMPILED, "")
+
+
+class _Output:
+    """A file for torch.save, which tells of a failed write only that a position is wrong."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.flush = file, file.flush
+        self.sum, self.error = 0, None  # type: int, OSError | None
+
+    def write(self, data: bytes) -> int:
+        self.sum = zlib.crc32(data, self.sum)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _save(state: dict[str, Any], file: BinaryIO) -> None:
+    output = _Output(file)
+    try:
+        torch.save(state, output)  # type: ignore[arg-type]  # it writes and flushes: enough
+    except RuntimeError:
+        if output.error:
+            raise output.error from None
+        raise
+    comment = MARK + f"{output.sum:08x}".encode()
+    file.seek(-len(NO_COMMENT), os.SEEK_END)
+    file.write(len(comment).to_bytes(2, "little") + comment)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _check_sums(file: BinaryIO) -> None:
+    """Raise RuntimeError where the bytes are not those that were written.
+
+    torch.load looks at no checksum, and the archive's own leave out its table of contents: with a
+    bit of that flipped, tensors are filled from anywhere. So its comment holds the sum of it all.
+    """
+    with zipfile.ZipFile(file) as archive:
+        comment = archive.comment
+        if not comment.startswith(MARK):  # a bare torch.save has written it
+            if damaged := archive.testzip():
+                raise RuntimeError(f"wrong checksum of {damaged}")
+            return
+    left = file.seek(0, os.SEEK_END) - len(comment) - len(NO_COMMENT)
+    file.seek(0)
+    found = 0
+    while left:
+        part = file.read(min(left, CHUNK))
+        found, left = zlib.crc32(part, found), left - len(part)
+    if zlib.crc32(NO_COMMENT, found) != int(comment.removeprefix(MARK), 16):
+        raise RuntimeError("wrong checksum")
+
+
+def _check_readable(path: Path) -> None:
+    """Raise TypeError for what `read` would refuse: found here, it costs no training."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
+    except Exception as error:
+        raise TypeError(f"a checkpoint cannot hold this state: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of torch's explanation that names the cause."""
+    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
+    return text.strip().partition("\n")[0].partition(" Please")[0] or type(error).__name__

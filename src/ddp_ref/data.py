@@ -1,0 +1,214 @@
+"""Which samples each rank sees, in which order, and the loaders that feed them."""
+
+import ctypes
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from .randomness import borrowed_generators, seed_host
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class ShardSampler(Sampler[int]):
+    """Give a rank every world_size-th of `size` items: each item goes to one rank, none twice."""
+
+    def __init__(self, size: int, *, rank: int, world_size: int) -> None:
+        self._indices = range(rank, size, world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+class TrainSampler(Sampler[tuple[int, int]]):
+    """Give a rank its (epoch, index) pairs, from any position of any epoch on.
+
+    The order is that of torch's DistributedSampler for the same seed and epoch, and so is the
+    padding: up to world_size - 1 items are repeated, so that all ranks take as many steps.
+    A position counts the samples that all ranks together have seen of the epoch; it is the same
+    at every world size, as these are always the first of one permutation.
+    """
+
+    def __init__(
+        self, size: int, *, rank: int, world_size: int, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        if size < 1:
+            raise ValueError("the training set is empty: it must have at least 1 sample")
+        self.size, self.rank, self.world_size = size, rank, world_size
+        self.shuffle, self.seed = shuffle, seed
+        self.start(epoch=0)
+
+    def start(self, epoch: int, position: int = 0) -> None:
+        """Set where the next iteration begins: at `position` samples of `epoch`."""
+        self.epoch, self.position = epoch, position
+
+    @property
+    def repeated(self) -> int:
+        """How many items come twice in a whole epoch."""
+        return -self.size % self.world_size
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        order = self._order()
+        left = order[self.position :]
+        padding = -len(left) % self.world_size
+        left += (order * -(-padding // self.size))[:padding]
+        return ((self.epoch, index) for index in left[self.rank :: self.world_size])
+
+    def __len__(self) -> int:
+        return -(-max(0, self.size - self.position) // self.world_size)
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.size))
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.size, generator=generator).tolist()
+
+
+class SeededDataset(Dataset[Any]):
+    """Look up (epoch, index) in `dataset`, with random numbers that depend on (seed, epoch, index).
+
+    torch's, random's and numpy's global generators are seeded for each sample and restored after
+    the batch: an augmentation is the same in any process, and at any world size.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # sized: train_loader has looked
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        with borrowed_generators():
+            return [self._sample(epoch, index) for epoch, index in keys]
+
+    def _sample(self, epoch: int, index: int) -> Any:
+        seed_host(self.seed, epoch, index)
+        return self.dataset[index]
+
+
+def train_loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    *,
+    rank: int,
+    world_size: int,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    **loader: Any,
+) -> DataLoader[Any]:
+    """Return the loader of this rank's training batches, of `batch_size` samples each.
+
+    Its `sampler` is a TrainSampler, its samples are drawn through SeededDataset; `shuffle` None is
+    True. A `sampler` or `batch_sampler` of the caller is used as it is where it says whose samples
+    it gives, by the attributes `rank` and `num_replicas` of a DistributedSampler, or where there is
+    but one rank; so is an IterableDataset on one rank. Raises ValueError otherwise.
+    `loader` takes what DataLoader takes.
+    """
+    own = next((name for name in ("sampler", "batch_sampler") if loader.get(name)), None)
+    if isinstance(dataset, IterableDataset):
+        _check_iterable(world_size)
+    elif own:
+        _check_sampler(own, loader[own], rank, world_size)
+    else:
+        _check_batch_size(batch_size)
+        sampler = TrainSampler(
+            _size(dataset),
+            rank=rank,
+            world_size=world_size,
+            shuffle=shuffle is not False,
+            seed=seed,
+        )
+        loader["sampler"], shuffle = sampler, None
+        dataset = SeededDataset(dataset, seed)
+    if not loader.get("batch_sampler"):
+        loader["batch_size"] = batch_size
+    return _loader(dataset, shuffle=shuffle, **loader)
+
+
+def shard_loader(
+    dataset: Dataset[Any], batch_size: int, *, rank: int, world_size: int, **loader: Any
+) -> DataLoader[Any]:
+    """Return the loader of this rank's part of `dataset`, without padding: for exact evaluation.
+
+    A rank may have no sample at all. Raises ValueError for an IterableDataset, a sampler of the
+    caller's, or an option that would change order or number.
+    """
+    changing = {"shuffle", "sampler", "batch_sampler", "drop_last"} & {
+        k for k in loader if loader[k]
+    }
+    if changing:
+        raise ValueError(
+            f"evaluation takes each item once and in order: leave out {', '.join(sorted(changing))}"
+        )
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            "evaluation needs a data set with a length, to give each item to one rank: "
+            "an IterableDataset has none, make a list of its items"
+        )
+    _check_batch_size(batch_size)
+    sampler = ShardSampler(_size(dataset), rank=rank, world_size=world_size)
+    return _loader(dataset, batch_size=batch_size, **loader | {"sampler": sampler})
+
+
+def _loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
+    """Return a DataLoader that draws nothing from the global generator, with workers of ours."""
+    if options.get("num_workers"):
+        options["worker_init_fn"] = partial(_start_worker, options.get("worker_init_fn"))
+    options.setdefault("generator", torch.Generator())  # of the workers' base seeds
+    return DataLoader(dataset, **options)
+
+
+def _start_worker(then: Callable[[int], None] | None, worker_id: int) -> None:
+    """Leave SIGTERM and SIGUSR1 to the rank, end when it ends, and do what the caller wants."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # A forked worker holds the rank's sockets: as long as it lives the peers see no death. torch
+    # looks for the parent every 5 seconds only.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if then:
+        then(worker_id)
+
+
+def _size(dataset: Dataset[Any]) -> int:
+    try:
+        return len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        kind = type(dataset).__name__
+        raise ValueError(f"the data set must have a length: give {kind} a __len__") from None
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if type(batch_size) is not int or batch_size < 1:
+        raise ValueError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
+
+
+def _check_iterable(world_size: int) -> None:
+    if world_size > 1:
+        raise ValueError(
+            f"an IterableDataset cannot be trained on {world_size} ranks, which could take "
+            "different numbers of steps: use a data set with __len__ and __getitem__"
+        )
+
+
+def _check_sampler(name: str, sampler: Any, rank: int, world_size: int) -> None:
+    """Raise ValueError unless `sampler` gives this rank its own samples."""
+    inner = getattr(sampler, "sampler", sampler)  # of a BatchSampler
+    said = getattr(inner, "rank", None), getattr(inner, "num_replicas", None)
+    if world_size > 1 and said != (rank, world_size):
+        raise ValueError(
+            f"the {name} must say that it gives rank {rank} of {world_size} its samples, by its "
+            f"attributes rank and num_replicas, which are {said}: use a DistributedSampler, or "
+            "leave it out"
+        )

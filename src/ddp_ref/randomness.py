@@ -1,0 +1,82 @@
+"""Random numbers: seed the global generators, borrow them, and note their state in plain values."""
+
+import hashlib
+import operator
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def seed_everything(seed: int, *parts: int) -> None:
+    """Seed torch, CUDA, random and, where it is loaded, numpy from (seed, *parts).
+
+    `seed_everything(seed)` is the same on every rank, `seed_everything(seed, rank)` gives each rank
+    its own dropout, `seed_everything(seed, epoch, index)` each sample its own augmentation.
+    """
+    seed_host(seed, *parts)
+    in_worker = torch.utils.data.get_worker_info() is not None  # a DataLoader's: no CUDA there
+    if not in_worker and torch.cuda.is_available():
+        torch.cuda.manual_seed_all(_mix(seed, *parts))
+
+
+def seed_host(seed: int, *parts: int) -> None:
+    """Seed torch's CPU generator, random and, where it is loaded, numpy from (seed, *parts)."""
+    number = _mix(seed, *parts)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed takes 100 times as long
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number % 2**32)
+
+
+@contextmanager
+def borrowed_generators() -> Iterator[None]:
+    """Restore what seed_host sets: code in the block draws without a trace."""
+    before = host_state()
+    try:
+        yield
+    finally:
+        set_host_state(before)
+
+
+def host_state() -> dict[str, Any]:
+    """Return the state of the CPU's global generators, in values that `weights_only` loads."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, keys.tolist(), *rest)
+    return state
+
+
+def set_host_state(state: dict[str, Any]) -> None:
+    """Set the CPU's global generators to what `host_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["random"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+
+
+def generator_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of all generators that code on `device` draws from."""
+    state = host_state()
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_generator_state(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to what `generator_state` returned; on another kind of device, the CPU's.
+
+    What is drawn on the device itself is then not a continuation.
+    """
+    set_host_state(state)
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _mix(*parts: int) -> int:
+    text = ",".join(str(operator.index(part)) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

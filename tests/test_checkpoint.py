@@ -1,0 +1,256 @@
+"""A checkpoint is whole or refused, whatever happened to the file or to who wrote it."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+from harness import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ddp_ref import checkpoint, initialize_ddp, run_ranks
+from ddp_ref.checkpoint import DamagedCheckpoint
+
+STATE = {"model": {"w": torch.arange(100.0)}, "epoch": 3, "history": [0.5, 0.25], "none": None}
+
+
+def equal(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return type(one) is type(other) and one == other
+
+
+def test_what_is_written_is_read(tmp_path):
+    path = tmp_path / "new" / "folder" / "a.pt"
+    checkpoint.write(path, {"old": 1})
+    checkpoint.write(path, STATE)
+    assert equal(checkpoint.read(path), STATE)
+    assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
+
+
+def test_torch_itself_reads_it(tmp_path):
+    checkpoint.write(tmp_path / "a.pt", STATE)
+    for mmap in (False, True):
+        assert equal(torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap), STATE)
+
+
+def test_a_link_stays_a_link(tmp_path):
+    target, link = tmp_path / "target.pt", tmp_path / "link.pt"
+    link.symlink_to(target)
+    checkpoint.write(link, STATE)
+    assert link.is_symlink() and equal(checkpoint.read(target), STATE)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint") / "a.pt"
+    checkpoint.write(path, STATE)
+    return path.read_bytes()
+
+
+@settings(max_examples=300)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_noticed_or_harmless(written, tmp_path_factory, place, bit):
+    content = bytearray(written)
+    content[int(place * len(content))] ^= 1 << bit
+    path = tmp_path_factory.getbasetemp() / "flipped.pt"
+    path.write_bytes(content)
+    try:
+        found = checkpoint.read(path)
+    except DamagedCheckpoint as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+    else:
+        assert equal(found, STATE)  # a bit that nothing reads, such as a date
+
+
+def test_a_flipped_bit_in_a_tensor_of_a_bare_save_is_noticed(tmp_path):
+    torch.save(STATE, tmp_path / "a.pt")
+    assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    place = content.index(torch.arange(100.0).numpy().tobytes())
+    content[place + 40] ^= 1
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match="wrong checksum"):
+        checkpoint.read(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("part", [0, 0.01, 0.5, 0.9, 0.999])
+def test_a_file_cut_short_is_refused(written, tmp_path, part):
+    (tmp_path / "a.pt").write_bytes(written[: int(part * len(written))])
+    with pytest.raises(DamagedCheckpoint, match="is not a whole checkpoint"):
+        checkpoint.read(tmp_path / "a.pt")
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("touch attacked",)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_no_code_of_a_file_is_run(tmp_path, monkeypatch, legacy):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": Attack()}, "a.pt", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(DamagedCheckpoint, match="not a whole checkpoint"):
+        checkpoint.read("a.pt")
+    assert not (tmp_path / "attacked").exists()
+
+
+def test_another_file_is_named_for_what_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        checkpoint.read(tmp_path / "a.pt")
+    (tmp_path / "a.pt").write_text("notes")
+    with pytest.raises(DamagedCheckpoint, match="zip"):
+        checkpoint.read(tmp_path / "a.pt")
+    torch.save([1], tmp_path / "a.pt")
+    with pytest.raises(DamagedCheckpoint, match="holds a list, a checkpoint is a dict"):
+        checkpoint.read(tmp_path / "a.pt")
+
+
+class Own:
+    pass
+
+
+def test_what_could_not_be_read_is_not_written(tmp_path):
+    checkpoint.write(tmp_path / "a.pt", STATE)
+    with pytest.raises(TypeError, match=r"cannot hold this state: .*Own") as caught:
+        checkpoint.write(tmp_path / "a.pt", {"model": Own()})
+    assert "\n" not in str(caught.value)
+    assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
+    try:
+        checkpoint.write(tmp_path / "a.pt", STATE)
+        for megabytes in (1, 2, 20):  # the first fits, the others end in the middle and at once
+            state = STATE | {"more": torch.zeros(megabytes, 2**18)}
+            if megabytes == 1:
+                checkpoint.write(tmp_path / "b.pt", state)
+                continue
+            with pytest.raises(OSError, match="No space left on device"):
+                checkpoint.write(tmp_path / "a.pt", state)
+        assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], timeout=30, check=True)
+
+
+def test_a_file_that_may_not_grow_is_one_error(tmp_path):
+    limit, old = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(limit, (2**16, old[1]))
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint.write(tmp_path / "a.pt", {"w": torch.zeros(2**20)})
+    finally:
+        resource.setrlimit(limit, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list(tmp_path.iterdir()) == []
+
+
+KILLS = """
+import os, random, signal, time, torch
+from pathlib import Path
+from ddp_ref import checkpoint
+
+path = Path("a.pt")
+checkpoint.write(path, {"n": 0, "w": torch.zeros(200_000)})
+seen = set()
+for kill in range(30):
+    child = os.fork()
+    if child == 0:
+        for n in range(1, 10_000):
+            checkpoint.write(path, {"n": n, "w": torch.full((200_000,), float(n))})
+    time.sleep(random.uniform(0.0, 0.1))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    state = checkpoint.read(path)
+    assert (state["w"] == state["n"]).all()
+    seen.add(state["n"])
+left = [name for name in os.listdir() if name.endswith(".tmp")]
+checkpoint.sweep(".")
+print(len(seen), len(left), [name for name in os.listdir() if ".pt" in name])
+"""
+
+
+def test_killed_at_any_moment_the_file_is_whole(tmp_path):
+    result = run(sys.executable, "-c", KILLS, cwd=tmp_path)
+    assert result.code == 0, result.stderr
+    seen, left, names = result.stdout.split(maxsplit=2)
+    assert int(seen) > 3 and int(left) > 3  # the kills did fall into saves, and between them
+    assert names.strip() == "['a.pt']"
+
+
+def test_the_newest_whole_one_is_taken(tmp_path):
+    assert checkpoint.read_newest(tmp_path) is None
+    assert checkpoint.read_newest(tmp_path / "absent") is None
+    for step in (9, 10, 11):
+        checkpoint.write(tmp_path / f"step_{step}.pt", {"step": step})
+    checkpoint.write(tmp_path / "best.pt", {"step": 99})
+    checkpoint.write(tmp_path / "step_x.pt", {"step": 99})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoint.read_newest(tmp_path) == (tmp_path / "step_11.pt", {"step": 11})
+    (tmp_path / "step_11.pt").write_bytes(b"")
+    content = (tmp_path / "step_10.pt").read_bytes()
+    (tmp_path / "step_10.pt").write_bytes(content[:-99])
+    with pytest.warns(UserWarning, match="taking the one before it") as caught:
+        assert checkpoint.read_newest(tmp_path) == (tmp_path / "step_9.pt", {"step": 9})
+    assert len(caught) == 2
+    (tmp_path / "step_9.pt").write_text("no")
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(DamagedCheckpoint, match=r"none of 3 checkpoints .* move them away"),
+    ):
+        checkpoint.read_newest(tmp_path)
+
+
+class Inner(nn.Module):
+    """A model whose only child has the name that DDP gives to what it wraps."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(2, 3)
+
+
+@pytest.mark.parametrize("kind", [lambda: nn.Linear(2, 3), Inner])
+def test_wrapped_compiled_and_bare_models_load_each_others_weights(kind):
+    def work():
+        initialize_ddp(use_distributed=True)
+        ddp = torch.nn.parallel.DistributedDataParallel
+        wrappers = [lambda m: m, ddp, torch.compile, lambda m: torch.compile(ddp(m))]
+        wrappers.append(lambda m: ddp(torch.compile(m)))
+        expected = {name: torch.rand(value.shape) for name, value in kind().state_dict().items()}
+        for save in wrappers:
+            source = save(kind())
+            checkpoint.load_weights(source, expected)
+            bare = checkpoint.weights(source)
+            assert bare.keys() == expected.keys()
+            for load in wrappers:
+                for state in (bare, source.state_dict()):  # ours, and what a bare torch.save has
+                    target = load(kind())
+                    checkpoint.load_weights(target, state)
+                    found = checkpoint.weights(target)
+                    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    run_ranks(work, nproc=1, timeout=timedelta(minutes=2))
+
+
+def test_other_names_or_shapes_are_refused():
+    with pytest.raises(RuntimeError, match="Missing key"):
+        checkpoint.load_weights(nn.Linear(2, 3), {"weight": torch.zeros(3, 2)})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        checkpoint.load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict())

@@ -1,0 +1,229 @@
+"""Each rank sees its samples, from any position on; loaders draw the same numbers anywhere."""
+
+import os
+import random
+import signal
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from harness import Running
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+
+from ddp_ref.data import ShardSampler, TrainSampler, shard_loader, train_loader
+
+SIZES = st.integers(1, 40)
+WORLDS = st.integers(1, 6)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Items (index, three random numbers), from three generators, as an augmentation draws them."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()])
+
+
+def samplers(size, world_size, **options):
+    return [TrainSampler(size, rank=r, world_size=world_size, **options) for r in range(world_size)]
+
+
+@given(SIZES, WORLDS, st.booleans(), st.integers(0, 5), st.integers(0, 3))
+def test_order_and_padding_are_distributed_samplers(size, world_size, shuffle, seed, epoch):
+    ours = samplers(size, world_size, shuffle=shuffle, seed=seed)
+    for rank, sampler in enumerate(ours):
+        theirs = DistributedSampler(
+            range(size), world_size, rank, shuffle=shuffle, seed=seed, drop_last=False
+        )
+        theirs.set_epoch(epoch)
+        sampler.start(epoch)
+        assert list(sampler) == [(epoch, index) for index in theirs]
+        assert len(sampler) == len(theirs)
+        assert sampler.repeated == len(theirs) * world_size - size
+
+
+@given(SIZES, WORLDS, WORLDS, st.integers(1, 5), st.data())
+def test_resumed_at_any_world_size_the_unseen_samples_come_once(size, before, after, batch, data):
+    steps = data.draw(st.integers(0, -(-size // (batch * before))))
+    seen = [index for s in samplers(size, before) for _, index in list(s)[: steps * batch]]
+    position = steps * batch * before
+    unseen = set(range(size)) - set(seen)
+    resumed = samplers(size, after)
+    for sampler in resumed:
+        sampler.start(0, position)
+    rest = [[index for _, index in sampler] for sampler in resumed]
+    assert {len(part) for part in rest} == {len(resumed[0])}  # all ranks take as many steps
+    came = [index for part in rest for index in part]
+    assert unseen <= set(came) and len(came) - len(unseen) < after
+    if before == after:
+        whole = [[index for _, index in sampler] for sampler in samplers(size, before)]
+        assert rest == [part[steps * batch :] for part in whole]
+
+
+@given(st.integers(0, 40), WORLDS)
+def test_shards_hold_each_item_once(size, world_size):
+    shards = [ShardSampler(size, rank=r, world_size=world_size) for r in range(world_size)]
+    assert sorted(index for shard in shards for index in shard) == list(range(size))
+    assert [len(shard) for shard in shards] == [len(list(shard)) for shard in shards]
+
+
+def epochs(world_size, start=(0, 0), **options):
+    """Return the samples of epochs 0 and 1, by rank, from `start` (epoch, position) on."""
+    found = []
+    for rank in range(world_size):
+        loader = train_loader(Noisy(10), 2, rank=rank, world_size=world_size, seed=3, **options)
+        for epoch in range(start[0], 2):
+            loader.sampler.start(epoch, start[1] if epoch == start[0] else 0)
+            found += [(epoch, rank, sample.tolist()) for batch in loader for sample in batch]
+    return found
+
+
+def test_random_numbers_depend_on_seed_epoch_and_index_alone():
+    alone = epochs(1)
+    assert len({sample[1] for _, _, sample in alone}) == 20  # another number each epoch and index
+    assert epochs(1, num_workers=2) == alone
+    assert epochs(1, num_workers=1, persistent_workers=True) == alone
+    assert epochs(1, start=(0, 4)) == alone[4:]
+    by_index = {(epoch, sample[0]): sample for epoch, _, sample in alone}
+    for epoch, _, sample in epochs(3):
+        assert sample == by_index[epoch, sample[0]]
+
+
+def test_loading_leaves_the_global_generators_alone():
+    def draw():
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    expected = draw()
+    for options in ({}, {"num_workers": 1}):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        list(train_loader(Noisy(4), 2, rank=0, world_size=1, **options))
+        list(shard_loader(range(4), 2, rank=0, world_size=1, **options))
+        assert draw() == expected
+
+
+def test_evaluation_in_order_and_without_a_sample_on_some_ranks():
+    parts = [
+        [int(x) for batch in shard_loader(range(4), 2, rank=r, world_size=5) for x in batch]
+        for r in range(5)
+    ]
+    assert parts == [[0], [1], [2], [3], []]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+class Unsized(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+def test_a_sampler_of_the_callers_is_used_where_it_says_whose_samples_it_gives():
+    mine = DistributedSampler(range(6), num_replicas=2, rank=1, shuffle=False)
+    batches = BatchSampler(mine, 2, drop_last=False)
+    loader = train_loader(range(6), 2, rank=1, world_size=2, sampler=mine)
+    assert loader.sampler is mine and [x.tolist() for x in loader] == [[1, 3], [5]]
+    loader = train_loader(range(6), 1, rank=1, world_size=2, batch_sampler=batches)
+    assert loader.batch_sampler is batches and [x.tolist() for x in loader] == [[1, 3], [5]]
+    for name in ("sampler", "batch_sampler"):
+        with pytest.raises(ValueError, match=f"the {name} must say .* rank 0 of 2 .*\\(1, 2\\)"):
+            own = {"sampler": mine, "batch_sampler": batches}[name]
+            train_loader(range(6), 2, rank=0, world_size=2, **{name: own})
+    anyones = RandomSampler(range(6))
+    with pytest.raises(ValueError, match=r"\(None, None\): use a DistributedSampler"):
+        train_loader(range(6), 2, rank=0, world_size=2, sampler=anyones)
+    assert train_loader(range(6), 2, rank=0, world_size=1, sampler=anyones).sampler is anyones
+
+
+def test_a_stream_is_for_one_rank():
+    assert [x.tolist() for x in train_loader(Stream(), 3, rank=0, world_size=1)] == [
+        [0, 1, 2],
+        [3, 4],
+    ]
+    with pytest.raises(ValueError, match="IterableDataset cannot be trained on 2 ranks"):
+        train_loader(Stream(), 3, rank=0, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("loader", "dataset", "batch_size", "options", "text"),
+    [
+        (train_loader, [], 1, {}, "the training set is empty"),
+        (train_loader, Unsized(), 1, {}, "give Unsized a __len__"),
+        (train_loader, range(3), 0, {}, "batch_size must be an integer of at least 1, not 0"),
+        (train_loader, range(3), 1.5, {}, "not 1.5"),
+        (shard_loader, range(3), True, {}, "not True"),
+        (shard_loader, Unsized(), 1, {}, "give Unsized a __len__"),
+        (shard_loader, Stream(), 1, {}, "an IterableDataset has none"),
+        (shard_loader, range(3), 1, {"shuffle": True}, "leave out shuffle"),
+        (shard_loader, range(3), 1, {"drop_last": True}, "leave out drop_last"),
+        (shard_loader, range(3), 1, {"sampler": range(2)}, "leave out sampler"),
+    ],
+)
+def test_what_cannot_be_loaded_exactly_is_refused(loader, dataset, batch_size, options, text):
+    with pytest.raises(ValueError, match=text):
+        loader(dataset, batch_size, rank=0, world_size=1, **options)
+
+
+WORKERS = """
+import os, time
+from pathlib import Path
+from ddp_ref.data import train_loader
+
+class Slow:
+    def __len__(self): return 1000
+    def __getitem__(self, index):
+        Path(f"worker-{os.getpid()}").touch()
+        time.sleep(0.05 if index < 30 else 1000)  # at work when the rank dies
+        return index
+
+def init(worker):
+    Path(f"init-{worker}").touch()
+
+loader = train_loader(Slow(), 1, rank=0, world_size=1, num_workers=2, worker_init_fn=init,
+                      shuffle=False)
+for step, batch in enumerate(loader):
+    Path("step").write_text(str(step))
+"""
+
+
+def test_workers_leave_signals_to_their_rank_and_die_with_it(tmp_path):
+    def workers():
+        return [int(path.name.partition("-")[2]) for path in tmp_path.glob("worker-*")]
+
+    def step():
+        return int((tmp_path / "step").read_text() or 0) if (tmp_path / "step").exists() else 0
+
+    def wait_for(condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline and running.process.poll() is None, running.text()
+            time.sleep(0.05)
+
+    (tmp_path / "script.py").write_text(WORKERS)
+    with Running(sys.executable, "script.py", cwd=tmp_path) as running:
+        wait_for(lambda: len(workers()) == 2 and step() > 0)
+        for worker in workers():
+            os.kill(worker, signal.SIGTERM)
+            os.kill(worker, signal.SIGUSR1)
+        signalled = step()
+        wait_for(lambda: step() > signalled + 6)  # more than both had ready
+        assert {path.name for path in tmp_path.glob("init-*")} == {"init-0", "init-1"}
+        wait_for(lambda: step() == 29)
+        processes = [psutil.Process(worker) for worker in workers()]
+        assert len(processes) == 2  # none was replaced
+        running.process.kill()
+        killed = time.monotonic()
+        assert psutil.wait_procs(processes, timeout=30)[1] == []
+        assert time.monotonic() - killed < 4  # torch's own watchdog looks every 5 seconds
