@@ -95,6 +95,18 @@ def test_a_host_that_does_not_know_its_own_name(monkeypatch):
     assert doctor._master(ALONE).level == "warning"  # nothing here needs the name
 
 
+def test_a_launch_by_hand_needs_its_own_port(monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert doctor._port(detect_launch()).level == "problem"
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # torchrun's agent holds it
+        assert doctor._port(detect_launch()).level == "ok"
+
+
 def test_port_in_use():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

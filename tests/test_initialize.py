@@ -5,7 +5,9 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -17,7 +19,14 @@ import torch
 import torch.distributed as dist
 from harness import Running, run, torchrun
 
-from ddp_ref import DistInfo, LaunchInfo, cleanup_ddp, initialize_ddp, seed_everything
+from ddp_ref import (
+    DistInfo,
+    LaunchInfo,
+    cleanup_ddp,
+    initialize_ddp,
+    run_ranks,
+    seed_everything,
+)
 from ddp_ref.environment import available_cores
 from ddp_ref.initialize import (
     _agree_on_device,
@@ -358,6 +367,71 @@ def test_unreachable_master(host, cause):
     assert f"{host}:{port}" in str(error.value)
 
 
+def test_a_master_that_takes_the_connection_and_says_nothing(tmp_path):
+    """Within the timeout an error with the address; and Ctrl-C is felt at once before it."""
+    with socket.create_server((HOST, 0)) as silent, no_group_left():
+        port = silent.getsockname()[1]
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match=f"{HOST}:{port}: who is there gave no answer"):
+            initialize_ddp(SHORT, rank=1, world_size=2, master_addr=HOST, master_port=port)
+        assert time.monotonic() - started < 3
+        body = f"""
+open("waiting", "w").close()
+initialize_ddp(rank=1, world_size=2, master_addr="{HOST}", master_port={port})
+"""
+        with Running(sys.executable, script(tmp_path, body), cwd=tmp_path) as running:
+            while not (tmp_path / "waiting").exists():
+                assert running.process.poll() is None, running.text()
+                time.sleep(0.05)
+            time.sleep(0.5)
+            running.process.send_signal(signal.SIGINT)
+            assert running.wait(30).stderr.endswith("KeyboardInterrupt\n")
+
+
+def test_a_frozen_rank_0_is_no_endless_wait(tmp_path):
+    def join(port, folder):
+        served, given_up = folder / "served", folder / "given up"
+        if os.environ["RANK"] == "0":
+            store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
+            waiting = f"while [ ! -e '{given_up}' ]; do sleep 0.1; done; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", waiting])
+            served.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return store is not None
+        while not served.exists():
+            time.sleep(0.1)
+        time.sleep(0.5)
+        try:
+            initialize_ddp(SHORT, rank=1, world_size=2, master_addr=HOST, master_port=port)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            given_up.touch()
+
+    awake, text = run_ranks(join, free_port(), tmp_path, timeout=timedelta(seconds=60))
+    assert awake and "who is there gave no answer within 0:00:01" in text
+
+
+def test_a_group_that_somebody_else_opened_in_a_slurm_step(tmp_path):
+    """The local rank is Slurm's, where its step is this very group."""
+
+    def work(folder):
+        rank = int(os.environ["RANK"])
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            del os.environ[name]
+        step = {"JOB_ID": 7, "STEP_ID": 0, "STEP_NUM_TASKS": 2, "STEP_NODELIST": "a,b"}
+        step |= {"PROCID": rank, "LOCALID": 0, "NODEID": rank, "STEP_TASKS_PER_NODE": "1(x2)"}
+        os.environ.update({f"SLURM_{name}": str(value) for name, value in step.items()})
+        dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+        found = [initialize_ddp().local_rank]
+        cleanup_ddp()
+        os.environ["LOCAL_RANK"] = "5"  # a part of a set: no error, where nothing is launched
+        dist.init_process_group("gloo", f"file://{folder}/again", rank=rank, world_size=2)
+        return [*found, initialize_ddp().local_rank]
+
+    assert run_ranks(work, tmp_path, timeout=timedelta(seconds=60)) == [[0, 5], [0, 5]]
+
+
 def test_failure_after_the_group_is_open(monkeypatch):
     monkeypatch.setattr(os, "environ", {"SLURM_CPUS_PER_TASK": "many"})
     master = {"master_addr": HOST, "master_port": free_port()}
@@ -382,6 +456,10 @@ def test_port_in_use():
         ({"rank": 0, "world_size": 2}, "MASTER_ADDR, MASTER_PORT not set"),
         ({"rank": 2, "world_size": 2, "master_addr": HOST, "master_port": 1}, "rank=2"),
         ({"backend": "mpi"}, "backend must be .* not 'mpi'"),
+        ({"timeout": timedelta(0)}, "timeout must be from 0:00:00.001000 to 365 days"),
+        ({"timeout": timedelta.max}, "timeout must be from"),
+        ({"master_addr": ""}, "master_addr must be a host name or address, not ''"),
+        ({"master_addr": 5}, "not 5"),
     ],
 )
 def test_wrong_arguments(arguments, message):

@@ -46,6 +46,15 @@ warnings.simplefilter("ignore")
 with ParallelExecutor(2) as executor:
     print(executor.run(lambda device, data: data * 2, torch.tensor([1, 2])))
 ---
+import numpy as np
+from ddp_ref import parallelize_on_gpus
+
+@parallelize_on_gpus(num_gpus=2)
+def multiply(device, data):
+    return (torch.from_numpy(data).to(device) @ torch.ones(2, 2)).numpy()
+
+print([result.tolist() for result in multiply(np.eye(2, dtype=np.float32))])
+---
 threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
     run_ranks(lambda: time.sleep(1000))
@@ -60,6 +69,7 @@ SHOWN = """\
 [rank 1] in rank 1
 caught <class '__main__.Wrong'>
 [tensor([2, 4]), tensor([2, 4])]
+[[[1.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 1.0]]]
 interrupted
 """
 

@@ -2,12 +2,16 @@
 
 import functools
 import inspect
+import resource
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from rank_checks import check_passes, checks
 
+from ddp_ref import initialize_ddp, run_ranks
 from ddp_ref.decorators import on_rank, rank_first
 
 SCRIPT = "on_rank_checks.py"
@@ -117,3 +121,35 @@ def test_a_rank_is_an_integer(rank):
 def test_max_wait_is_a_timedelta():
     with pytest.raises(TypeError, match="timedelta"):
         on_rank(0, max_wait=30)
+    with pytest.raises(TypeError, match="above 0"):
+        on_rank(0, max_wait=timedelta(0))
+
+
+def test_a_rank_that_cannot_take_what_was_sent_says_so():
+    def work():
+        initialize_ddp()
+        if dist.get_rank() == 1:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, -1))
+        on_rank(0, broadcast=True)(lambda: bytes(2**28))()
+
+    with pytest.raises(RuntimeError, match=r"what rank 0 sent .* cannot be taken: MemoryError"):
+        run_ranks(work, timeout=timedelta(seconds=60))
+
+
+class Calling(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return on_rank(0, broadcast=True)(lambda: index)()
+
+
+def test_a_process_forked_from_a_rank_is_told_so():
+    def work():
+        initialize_ddp()
+        loader = torch.utils.data.DataLoader(Calling(), num_workers=1, timeout=30)
+        with pytest.raises(RuntimeError, match=r"forked from rank .* in the ranks themselves"):
+            next(iter(loader))
+
+    run_ranks(work, timeout=timedelta(seconds=60))

@@ -1,7 +1,8 @@
 """Combine what the ranks hold: exact sums and means, ordered gathers, objects.
 
 Every function is collective: all ranks call it, in the same order. A rank with nothing to give is
-welcome. In a world of one, or with no process group, each returns what a single rank would get.
+welcome; one whose part cannot be sent raises, and must end, as the others wait for it. In a world
+of one, or with no process group, each returns what a single rank would get.
 """
 
 import io
@@ -103,7 +104,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
 def pack_object(obj: object) -> bytes:
     """Return `obj` pickled, tensors included."""
     buffer = io.BytesIO()
-    torch.save(obj, buffer)
+    torch.save(obj, buffer, pickle_protocol=5)  # the default of 2 is slow on bytes and arrays
     return buffer.getvalue()
 
 

@@ -54,8 +54,10 @@ def on_rank(
     outside the world is a ValueError; a generator or coroutine function a TypeError.
     """
     ranks = _as_ranks(rank)
-    if max_wait is not None and not isinstance(max_wait, timedelta):
-        raise TypeError(f"max_wait must be a timedelta, not {max_wait!r}: timedelta(seconds=30)")
+    if max_wait is not None and not (isinstance(max_wait, timedelta) and max_wait > timedelta(0)):
+        raise TypeError(
+            f"max_wait must be a timedelta above 0, such as one minute, not {max_wait!r}"
+        )
 
     def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
         name = _name_of(func)

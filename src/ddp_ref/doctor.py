@@ -19,6 +19,7 @@ import torch.distributed as dist
 from .environment import LaunchInfo, detect_launch
 from .initialize import cleanup_ddp, initialize_ddp
 from .launch import run_ranks
+from .rendezvous import serves
 
 ALL_REDUCE_MIB = 25  # DDP's default bucket_cap_mb
 ROUNDS = 5
@@ -141,8 +142,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _port(launch: LaunchInfo) -> Finding:
-    serves = launch.launcher != "torchrun" and launch.rank == 0  # torchrun's agent holds its port
-    port = launch.master_port if serves and launch.master_port else 0
+    port = launch.master_port if serves(launch) and launch.master_port else 0
     try:
         with socket.create_server(("", port)) as server:
             return Finding("ok", "port", f"port {server.getsockname()[1]} can be bound")

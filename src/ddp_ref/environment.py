@@ -59,6 +59,8 @@ def detect_launch(
     environ = {
         name: text for name, text in (os.environ if environ is None else environ).items() if text
     }
+    if master_addr is not None and not (isinstance(master_addr, str) and master_addr):
+        raise ValueError(f"master_addr must be a host name or address, not {master_addr!r}")
     if master_addr is not None:
         environ["MASTER_ADDR"] = master_addr
     if master_port is not None:

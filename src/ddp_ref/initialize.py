@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from .rendezvous import forget, meet
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SIDE_TIMEOUT = timedelta(days=365)
+SHORTEST = timedelta(milliseconds=1)
 LINGER = 0.2  # seconds, in which a thread gets its turn also where every core is busy
 _first_host_from_slurm_nodelist = first_host
 
@@ -36,6 +38,7 @@ class DistInfo(NamedTuple):
 class _Opened:
     info: DistInfo
     side: dist.ProcessGroup | None
+    pid: int
 
 
 # What belongs to a default group is forgotten with it, whoever destroys it.
@@ -60,13 +63,14 @@ def initialize_ddp(
     `timeout` (timedelta, 60 minutes) bounds the opening and every collective. `backend` is "nccl"
     (CUDA), "gloo" (CPU) or None: CUDA where every rank has a GPU of its own, else the CPU.
     Raises ValueError for a contradictory environment or argument, RuntimeError where the ranks do
-    not meet or, under "nccl", a rank has no GPU of its own; then no group is left open. TypeError
-    for a `timeout` that is no timedelta above 0.
+    not meet or, under "nccl", a rank has no GPU of its own; then no group is left open.
     """
     if backend not in (None, "nccl", "gloo"):
         raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
-    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-        raise TypeError(f"timeout must be a timedelta above 0, such as one minute, not {timeout!r}")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a timedelta, such as one minute, not {timeout!r}")
+    if timeout is not None and not SHORTEST <= timeout <= SIDE_TIMEOUT:
+        raise ValueError(f"timeout must be from {SHORTEST} to {SIDE_TIMEOUT}, not {timeout}")
     if not (use_distributed is None or isinstance(use_distributed, bool)):
         raise TypeError(f"use_distributed must be True, False or None, not {use_distributed!r}")
     if use_distributed is not False:
@@ -107,6 +111,11 @@ def side_group() -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     current = _current()
+    if current.pid != os.getpid():  # the sockets are its parent's: any call would wait for ever
+        raise RuntimeError(
+            f"this process was forked from rank {current.info.rank}, perhaps by a DataLoader: "
+            "what all ranks call must be called in the ranks themselves"
+        )
     if current.side is None:
         dist.barrier()  # new_group has no other bound than its timeout, here a year
         current.side = _new_side_group()
@@ -143,6 +152,8 @@ def _initialize_distributed(
     backend: str | None = None,
 ) -> DistInfo:
     """Open the group that `launch`, else the environment, describes; collective."""
+    if dist.is_initialized():
+        return _current().info
     launch = launch or detect_launch()
     timeout = timeout or DEFAULT_TIMEOUT
     try:
@@ -160,7 +171,7 @@ def _initialize_distributed(
             device_id=device if cuda else None,
         )
         info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
-        _opened[_default_group()] = _Opened(info, _new_side_group())
+        _opened[_default_group()] = _Opened(info, _new_side_group(), os.getpid())
         dist.barrier()
         if not cuda:
             atexit.register(cleanup_ddp)
@@ -230,14 +241,24 @@ def _current() -> _Opened:
     """Return what is known of the default group, also where somebody else opened it."""
     group = _default_group()
     if group not in _opened:
-        rank = dist.get_rank()
-        local_rank = int(os.environ.get("LOCAL_RANK") or rank)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local_rank = _local_rank(rank, world_size)
         device = torch.device("cpu")
         if "nccl" in dist.get_backend_config():
             device = group.bound_device_id or _pick_device(local_rank)
-        info = DistInfo(True, rank, local_rank, dist.get_world_size(), device)
-        _opened[group] = _Opened(info, None)
+        info = DistInfo(True, rank, local_rank, world_size, device)
+        _opened[group] = _Opened(info, None, os.getpid())
     return _opened[group]
+
+
+def _local_rank(rank: int, world_size: int) -> int:
+    """Return what the launcher says of this rank; the rank itself where it tells of another."""
+    with suppress(ValueError):  # a part of a set is no error here: the group is open without it
+        launch = detect_launch()
+        if (launch.rank, launch.world_size) == (rank, world_size):
+            return launch.local_rank
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else rank
 
 
 def _new_side_group() -> dist.ProcessGroup:

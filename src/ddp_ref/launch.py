@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -51,7 +52,7 @@ def run_ranks(
 
     with ExitStack() as stack:
         outputs = [stack.enter_context(TemporaryFile()) for _ in range(nproc)]
-        stack.callback(_print, outputs)
+        stack.callback(_print_all, outputs)
         workers = []
         for rank, output in enumerate(outputs):
             environment = _rank_environment(rank, nproc, store.port)
@@ -85,6 +86,13 @@ def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     }
     launch = {name: str(value) for name, value in (own | sizes | rest).items()}
     return worker_environment(nproc) | launch
+
+
+def _print_all(outputs: Iterable[IO[bytes]]) -> None:
+    try:
+        _print(outputs)
+    except (OSError, ValueError) as error:  # a closed pipe must not cost the results
+        warnings.warn(f"what the ranks wrote cannot be printed: {error}", stacklevel=2)
 
 
 def _print(outputs: Iterable[IO[bytes]]) -> None:

@@ -129,7 +129,7 @@ def _swap(
         for send in sends:
             send.wait()
         answer = pickle.loads(reply)
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001 - no room for the reply, say: nobody else would tell
         answer = error
     heard.put((peer, answer))
 
@@ -167,6 +167,9 @@ def _errors(
 
 def _problem(rank: int, answer: Outcome | Exception, call: str) -> RuntimeError | None:
     """Return what keeps `rank` from ending `call`: it died, or it is in another call."""
+    if isinstance(answer, Exception) and not isinstance(answer, RuntimeError):
+        what = f"{type(answer).__name__}: {answer}"
+        return RuntimeError(f"what rank {rank} sent at the end of {call} cannot be taken: {what}")
     if isinstance(answer, Exception):
         return RuntimeError(
             f"rank {rank} died or left before the end of {call}; see its own output ({answer})"

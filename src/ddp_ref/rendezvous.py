@@ -14,7 +14,10 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from .environment import LaunchInfo
 
 RETRY, WARN_AFTER = 0.1, 10.0  # seconds between two tries to reach the master; until a warning
 LONGEST_PAUSE = 0.25  # seconds between two looks whether all ranks are here
+LATE = 0.5  # seconds past the deadline for the thread that knows what is wrong to say it
 
 # One a master and process. Rank 0 serves it to others, who may meet again before rank 0 does.
 _stores: dict[tuple[str, int], dist.TCPStore] = {}
@@ -34,14 +38,36 @@ def meet(launch: LaunchInfo, message: str, timeout: timedelta) -> tuple[dist.Sto
     Collective: all ranks call. Raises RuntimeError, naming the master, where it cannot be reached
     or a rank does not come within `timeout`.
     """
+    found: SimpleQueue[tuple[dist.Store, list[str]] | BaseException] = SimpleQueue()
+    deadline = time.monotonic() + timeout.total_seconds()
+
+    def look() -> None:
+        try:
+            found.put(_meet(launch, message, timeout, deadline))
+        except BaseException as error:  # noqa: BLE001 - raised by the main thread
+            found.put(error)
+
+    # A store whose host is frozen keeps a call for ever, in C++, which feels no Ctrl-C either.
+    Thread(target=look, daemon=True).start()
+    while (left := deadline + LATE - time.monotonic()) > 0:
+        with suppress(Empty):
+            result = found.get(timeout=min(left, 0.2))
+            if isinstance(result, BaseException):
+                raise result
+            return result
+    raise RuntimeError(f"{_here(launch)}: who is there gave no answer within {timeout}")
+
+
+def _meet(
+    launch: LaunchInfo, message: str, timeout: timedelta, deadline: float
+) -> tuple[dist.Store, list[str]]:
     if launch.master_addr is None or launch.master_port is None:
         raise ValueError(f"no master to meet at: {launch.reason}")
     master = (launch.master_addr, launch.master_port)
-    here = f"rank {launch.rank} of {launch.world_size}, master at {master[0]}:{master[1]}"
-    deadline = time.monotonic() + timeout.total_seconds()
+    here = _here(launch)
     try:
         if master not in _stores:
-            _stores[master] = _connect(master, launch.rank, here, deadline)
+            _stores[master] = _connect(master, launch, here, deadline)
         shared = dist.PrefixStore("ddp_ref", _stores[master])
         talk = (_host if launch.rank == 0 else _join)(shared, launch, message)
         pause = 0.001
@@ -56,6 +82,11 @@ def meet(launch: LaunchInfo, message: str, timeout: timedelta) -> tuple[dist.Sto
         return store, json.loads(shared.get(f"go/{meeting}"))
     except dist.DistError as error:
         raise RuntimeError(f"{here}: lost the store, which rank 0 serves: {error}") from error
+
+
+def _here(launch: LaunchInfo) -> str:
+    master = f"{launch.master_addr}:{launch.master_port}"
+    return f"rank {launch.rank} of {launch.world_size}, master at {master}"
 
 
 # A store may outlive a restart by torchrun, whose agents do not agree on how many there were. So
@@ -106,10 +137,18 @@ def forget(launch: LaunchInfo) -> None:
     _stores.pop((launch.master_addr, launch.master_port), None)  # type: ignore[arg-type]
 
 
-def _connect(master: tuple[str, int], rank: int, here: str, deadline: float) -> dist.TCPStore:
+def serves(launch: LaunchInfo) -> bool:
+    """Say whether this process hosts the store: rank 0 does, unless torchrun's agent has one."""
     environ = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's agent serves it
-    serve = rank == 0 and not (agent and environ == (master[0], str(master[1])))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    there = agent and environ == (launch.master_addr, str(launch.master_port))
+    return launch.rank == 0 and not there
+
+
+def _connect(
+    master: tuple[str, int], launch: LaunchInfo, here: str, deadline: float
+) -> dist.TCPStore:
+    serve = serves(launch)
     if not serve:
         _wait_until_reachable(master, here, deadline)
     try:

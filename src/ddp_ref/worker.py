@@ -5,7 +5,6 @@ needs no `__main__` guard), the global start method stays unset, DataLoader work
 torchrun, and a worker can be killed with all that it started. For Linux and macOS.
 """
 
-import fcntl
 import functools
 import inspect
 import math
@@ -245,6 +244,8 @@ def _die_with(life: int) -> None:
     For a worker that is stopped, or holds the interpreter lock, so that no thread of it can look.
     """
     if sys.platform == "linux":
+        import fcntl  # Windows has none, and doctor must start there to say so
+
         fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpgrp())  # a signal for the whole process group
         fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
@@ -298,6 +299,6 @@ def worker_environment(workers: int) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in LAUNCH_NAMES and not name.startswith(LAUNCH_PREFIXES)
+        if value and name not in LAUNCH_NAMES and not name.startswith(LAUNCH_PREFIXES)
     }
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))} | kept
