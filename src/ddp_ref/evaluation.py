@@ -47,7 +47,8 @@ def outputs_in_order(
     entries: list[Any] = []
     for batch in batches:
         inputs = inputs_of(batch)
-        outputs, samples = function(move(inputs, device)), samples_in(inputs)
+        samples = samples_in(inputs)
+        outputs = function(move(inputs, device))
         if isinstance(outputs, Tensor):
             _check_count(len(outputs) if outputs.dim() else 1, samples)
             tensors.append(outputs.cpu())

@@ -95,7 +95,7 @@ class Handler:
         self._agreed: BaseException | None = None  # raised on all ranks alike: not to be kept
         self._generators: dict[str, Any] | None = None  # loaded, and not yet set
         self._seeded = False
-        self._loaded_world_size = self.info.world_size
+        self._loaded_world_size, self._rehearsed = self.info.world_size, True
         self._train_loader: DataLoader[Any] | None = None
         self._val_loader: DataLoader[Any] | None = None
 
@@ -214,6 +214,7 @@ class Handler:
         Raises, on all ranks, OSError where it cannot be written, and FloatingPointError where a
         weight is not finite: such are never saved.
         """
+        self._seed()
         self._exchange()
         self._write(path)
 
@@ -241,12 +242,16 @@ class Handler:
     # Training
 
     def _begin(self) -> None:
-        if not self._seeded:
-            seed_everything(self.seed, self.rank)
-            self._seeded = True
+        self._seed()
         self._requests, self._stopping, self._agreed = Requests(), False, None
         if self._save_folder() is None:
             self._log("no Checkpoint callback and no run_dir: a signal will end it without a save")
+
+    def _seed(self) -> None:
+        """Seed the generators once: dropout differs by rank."""
+        if not self._seeded:
+            seed_everything(self.seed, self.rank)
+            self._seeded = True
 
     def _train_epoch(self) -> None:
         if self.position == 0:
@@ -294,6 +299,8 @@ class Handler:
         """Take one optimizer step with the mean over the samples of all batches in `window`."""
         counts = [samples_in(pair(batch)[1]) for batch in window]
         total = sum(counts)
+        if not self._rehearsed:
+            self._rehearse(window[0])
         row = torch.zeros_like(self._sums.vector)
         self.optimizer.zero_grad()
         for number, (batch, count) in enumerate(zip(window, counts, strict=True), start=1):
@@ -309,6 +316,23 @@ class Handler:
                 self.scheduler.step()
         self.step += 1
         self.position += total * self.info.world_size
+
+    def _rehearse(self, batch: Any) -> None:
+        """Run a batch without a trace, before the first step of a resumed run.
+
+        After its first backward DDP lays out the gradients anew, and on three ranks or more the
+        layout decides in which order they are summed: without this, the last bits would differ.
+        """
+        self._rehearsed = True
+        if not isinstance(self.model, DistributedDataParallel):
+            return
+        generators = generator_state(self.device)
+        buffers = [buffer.clone() for buffer in self._bare.buffers()]
+        inputs, targets = pair(move(batch, self.device))
+        self._forward(self.model, inputs, targets)[0].backward()
+        for buffer, before in zip(self._bare.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        set_generator_state(generators, self.device)
 
     def _forward(
         self, model: nn.Module, inputs: Any, targets: Any
@@ -458,6 +482,7 @@ class Handler:
     def _load_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Take up this rank's generators and sums, or at another world size new ones and a part."""
         self._loaded_world_size, self._seeded = len(ranks), True
+        self._rehearsed = self.step == 0
         self._sums = self._new_sums()
         if len(ranks) == self.info.world_size:
             self._generators = ranks[self.rank]["generators"]
