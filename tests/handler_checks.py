@@ -78,15 +78,16 @@ def check_the_weights_are_a_hand_written_loops_and_so_are_the_collectives():
 
 
 def check_accumulated_batches_are_one_big_batch_also_where_few_are_left():
-    found = []
+    found, calls = [], []
     for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
         model = network(dtype=torch.float64)
         handler = job(
             22 * world_size(), batch_size, model=model, accumulate=accumulate, clip_norm=0.5
         )
-        handler.train(2)
+        calls.append(gloo_calls(lambda handler=handler: handler.train(2)))
         assert handler.step == 4  # 12 and 10 samples a rank
         found.append((flat(handler.model), handler.train_losses, handler.train_metrics))
+    assert calls[0] == calls[1] == calls[2]  # gradients are reduced once a step
     big, *others = found
     assert not torch.allclose(big[0], flat(network(dtype=torch.float64)), atol=0.01)
     for weights, losses, metrics in others:

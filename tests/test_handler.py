@@ -221,4 +221,4 @@ def test_bfloat16_and_a_scheduler_an_epoch():
     handler.train(3)
     assert dtypes == {torch.bfloat16} and handler.model[0].weight.dtype == torch.float32
     assert handler.train_losses[-1] < handler.train_losses[0]
-    assert handler.scheduler.last_epoch == 3
+    assert handler._optimization.scheduler.last_epoch == 3

@@ -1,10 +1,13 @@
 """What a batch is: its inputs and targets, where they lie, how many samples they have."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
+
+from .data import TrainSampler
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -47,3 +50,22 @@ def samples_in(value: Any) -> int:
             f"a batch must begin with a tensor that has a sample a row, not with {value!r:.60}"
         )
     return samples_in(next(iter(parts), None))
+
+
+def set_place(loader: DataLoader[Any], epoch: int, position: int) -> None:
+    """Set where the next iteration begins: at `position` samples, over all ranks, of `epoch`."""
+    if isinstance(loader.sampler, TrainSampler):
+        loader.sampler.start(epoch, position)
+    for sampler in (loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if set_epoch := getattr(sampler, "set_epoch", None):
+            set_epoch(epoch)
+
+
+def batches_from(loader: DataLoader[Any], seen: int) -> Iterator[Any]:
+    """Return the batches after the `seen` samples of this rank; the iterator is made at once."""
+    batches = iter(loader)
+    if isinstance(loader.sampler, TrainSampler):
+        return batches  # it begins there
+    while seen > 0:
+        seen -= samples_in(pair(next(batches))[1])
+    return batches

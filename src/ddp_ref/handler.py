@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from .batches import move, pair, samples_in
+from .batches import batches_from, move, pair, samples_in, set_place
 from .callbacks import Callback, Checkpoint, ProgressBar
 from .checkpoint import NAME, bare, load_weights, read, read_newest, weights, write
 from .collectives import gather_objects
@@ -24,12 +23,12 @@ from .decorators import on_rank
 from .evaluation import evaluating, outputs_in_order
 from .exchange import Requests, Sums, Total, Value, caught_signals
 from .initialize import _resolve_device, initialize_ddp, side_group
+from .optimization import Optimization
 from .outcomes import settle
 from .randomness import generator_state, seed_everything, set_generator_state
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXIT_CODE = 143  # of a process that SIGTERM ended
 
 
@@ -73,12 +72,17 @@ class Handler:
         same_kind = wanted is None or (wanted.type, wanted.index) == (self.info.device.type, None)
         self.device = self.info.device if same_kind or wanted is None else wanted
         self.optimizer, self.loss_fn, self.metrics = optimizer, loss_fn, dict(metrics or {})
-        self.scheduler, self.scheduler_unit = _scheduler(scheduler)
-        self.accumulate, self.clip_norm, self.precision = accumulate, clip_norm, precision
-        self.on_nonfinite, self.exchange_every, self.seed = on_nonfinite, exchange_every, seed
+        self.accumulate, self.exchange_every, self.seed = accumulate, exchange_every, seed
         self.run_dir = None if run_dir is None else Path(run_dir)
         self._check_settings()
-        self.scaler = torch.amp.GradScaler() if precision == "fp16" else None
+        self._optimization = Optimization(
+            optimizer,
+            scheduler,
+            self.device,
+            clip_norm=clip_norm,
+            precision=precision,
+            on_nonfinite=on_nonfinite,
+        )
         self.model = self._wrap(model)
         self._bare = bare(self.model)  # for all but training: a forward of DDP's may be collective
         self.callbacks = list(callbacks)
@@ -87,7 +91,7 @@ class Handler:
         for callback in self.callbacks:
             callback.handler = self
 
-        self.epoch = self.step = self.position = self.skipped = 0
+        self.epoch = self.step = self.position = 0
         self.history: dict[str, list[float]] = {}
         self.running: dict[str, float] = {}  # means of this epoch, as of the last exchange
         self._sums = self._new_sums()
@@ -103,6 +107,11 @@ class Handler:
     def rank(self) -> int:
         """This process's rank; 0 where it is alone."""
         return self.info.rank
+
+    @property
+    def skipped(self) -> int:
+        """How many optimizer steps were left out, as their gradients were not finite."""
+        return self._optimization.skipped
 
     @property
     def train_losses(self) -> list[float]:
@@ -232,10 +241,11 @@ class Handler:
         where, state = found
         self._check_fits(where, state)
         load_weights(self.model, state["model"])
-        for name, part in self._parts():
+        for name, part in self._optimization.parts():
             part.load_state_dict(state[name])
-        for name in ("epoch", "step", "position", "skipped", "history"):
+        for name in ("epoch", "step", "position", "history"):
             setattr(self, name, state[name])
+        self._optimization.skipped = state["skipped"]
         self._load_ranks(state["ranks"])
         self._log(f"{where}: epoch {self.epoch}, step {self.step}")
 
@@ -254,6 +264,8 @@ class Handler:
             self._seeded = True
 
     def _train_epoch(self) -> None:
+        assert self._train_loader is not None
+        set_place(self._train_loader, self.epoch, self.position)
         if self.position == 0:
             self._restore_generators()
         self._call("on_epoch_start")
@@ -270,30 +282,20 @@ class Handler:
 
     def _windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step that is left of the epoch."""
-        batches = self._batches()
+        assert self._train_loader is not None
+        self._check_place(self._train_loader)
+        batches = batches_from(self._train_loader, self.position // self.info.world_size)
         self._restore_generators()  # only now: making an iterator may draw a seed
         while window := list(islice(batches, self.accumulate)):
             yield window
 
-    def _batches(self) -> Iterator[Any]:
-        loader = self._train_loader
-        assert loader is not None
-        if isinstance(loader.sampler, TrainSampler):
-            loader.sampler.start(self.epoch, self.position)
-            return iter(loader)
-        if self.position and self._loaded_world_size != self.info.world_size:
+    def _check_place(self, loader: DataLoader[Any]) -> None:
+        past, world_size = self._loaded_world_size, self.info.world_size
+        if self.position and past != world_size and not isinstance(loader.sampler, TrainSampler):
             raise ValueError(
-                f"with a sampler of your own, an epoch begun on {self._loaded_world_size} ranks "
-                f"goes on at that number only, not on {self.info.world_size}"
+                f"with a sampler of your own, an epoch begun on {past} ranks cannot go on at "
+                f"{world_size}: leave the sampler out, or start {past} ranks"
             )
-        batch_sampler = loader.batch_sampler
-        for sampler in (batch_sampler, getattr(batch_sampler, "sampler", None)):
-            if set_epoch := getattr(sampler, "set_epoch", None):
-                set_epoch(self.epoch)
-        batches, seen = iter(loader), self.position // self.info.world_size
-        while seen > 0:
-            seen -= samples_in(pair(next(batches))[1])
-        return batches
 
     def _train_step(self, window: list[Any]) -> None:
         """Take one optimizer step with the mean over the samples of all batches in `window`."""
@@ -308,12 +310,10 @@ class Handler:
             with self._reducing(number == len(window)):
                 loss, values = self._forward(self.model, inputs, targets)
                 loss = loss * (count / total)  # batches may differ in size
-                (self.scaler.scale(loss) if self.scaler else loss).backward()
+                self._optimization.backward(loss)
             row += self._sums.row(count, values)
-        if self._optimize():
+        if self._optimization.step():
             self._sums.vector += row
-            if self.scheduler_unit == "step":
-                self.scheduler.step()
         self.step += 1
         self.position += total * self.info.world_size
 
@@ -329,7 +329,8 @@ class Handler:
         generators = generator_state(self.device)
         buffers = [buffer.clone() for buffer in self._bare.buffers()]
         inputs, targets = pair(move(batch, self.device))
-        self._forward(self.model, inputs, targets)[0].backward()
+        with self._optimization.autocast():
+            self.loss_fn(self.model(inputs), targets).backward()
         for buffer, before in zip(self._bare.buffers(), buffers, strict=True):
             buffer.copy_(before)
         set_generator_state(generators, self.device)
@@ -337,31 +338,12 @@ class Handler:
     def _forward(
         self, model: nn.Module, inputs: Any, targets: Any
     ) -> tuple[Tensor, dict[str, Value]]:
-        with self._autocast():
+        with self._optimization.autocast():
             outputs = model(inputs)
             loss = self.loss_fn(outputs, targets)
             with torch.no_grad():
                 values = {name: metric(outputs, targets) for name, metric in self.metrics.items()}
         return loss, {"loss": loss} | values
-
-    def _optimize(self) -> bool:
-        """Clip and step; say whether the step was taken, which all ranks decide alike."""
-        skip = self.on_nonfinite == "skip"
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if self.scaler:
-            self.scaler.unscale_(self.optimizer)
-        taken = True
-        if self.clip_norm is not None or skip:
-            limit = float("inf") if self.clip_norm is None else self.clip_norm
-            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            taken = not skip or bool(torch.isfinite(norm))  # of reduced gradients: equal on all
-            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        if taken:
-            self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
-        if self.scaler:
-            self.scaler.update()
-        self.skipped += not taken
-        return taken
 
     def _end_epoch(self) -> None:
         for name, value in self.running.items():
@@ -369,19 +351,12 @@ class Handler:
         if self._val_loader is not None:
             for name, value in self.validate().items():
                 self.history.setdefault(f"val_{name}", []).append(value)
-        if self.scheduler_unit == "epoch":
-            self._step_scheduler()
+        self._optimization.end_epoch((self.val_losses or self.train_losses)[-1])
         self.epoch, self.position = self.epoch + 1, 0
         self._sums = self._new_sums()
         self._log_epoch()
         self._call("on_epoch_end")
         self._exchange()
-
-    def _step_scheduler(self) -> None:
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step((self.val_losses or self.train_losses)[-1])
-        else:
-            self.scheduler.step()
 
     # Decisions
 
@@ -419,7 +394,7 @@ class Handler:
             settle(group, "the callbacks of Handler.train", range(self.info.world_size), error)
         elif error:
             raise error
-        if total.nonfinite and self.on_nonfinite == "raise":
+        if total.nonfinite and not self._optimization.skip_nonfinite:
             raise FloatingPointError(
                 f"a loss of epoch {self.epoch + 1} is not finite, found at step {self.step}: lower "
                 'the learning rate, set clip_norm, or use on_nonfinite="skip"'
@@ -449,23 +424,18 @@ class Handler:
 
     def _state(self, ranks: list[tuple[dict[str, Any], Tensor]]) -> dict[str, Any]:
         _check_finite(self._bare)
-        names = ("epoch", "step", "position", "skipped", "history", "seed")
+        names = ("epoch", "step", "position", "history", "skipped", "seed")
         return {
             "model": weights(self.model),
             "ranks": [{"generators": state, "sums": sums} for state, sums in ranks],
             "world_size": self.info.world_size,
             **{name: getattr(self, name) for name in names},
-            **{name: part.state_dict() for name, part in self._parts()},
+            **{name: part.state_dict() for name, part in self._optimization.parts()},
         }
-
-    def _parts(self) -> list[tuple[str, Any]]:
-        """Return what has a state besides the model, by its name in a"""
-        parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
-        return [(name, part) for name, part in parts.items() if part is not None]
 
     def _check_fits(self, where: Path, state: dict[str, Any]) -> None:
         known = {"optimizer", "scheduler", "scaler"} & state.keys()
-        own = {name for name, _ in self._parts()}
+        own = {name for name, _ in self._optimization.parts()}
         if "ranks" not in state or known != own:
             raise ValueError(
                 f"{where} holds the state of {', '.join(sorted(known)) or 'no optimizer'}, this "
@@ -482,9 +452,9 @@ class Handler:
     def _load_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Take up this rank's generators and sums, or at another world size new ones and a part."""
         self._loaded_world_size, self._seeded = len(ranks), True
-        self._rehearsed = self.step == 0
         self._sums = self._new_sums()
         if len(ranks) == self.info.world_size:
+            self._rehearsed = self.step == 0
             self._generators = ranks[self.rank]["generators"]
             self._sums.vector += ranks[self.rank]["sums"].to(self.device)
             return
@@ -500,7 +470,7 @@ class Handler:
 
     def _map(self, function: Callable[[Any], Any], dataset: Dataset[Any], batch_size: int) -> Any:
         batches = self._shard(dataset, batch_size)
-        with evaluating(self._bare, self.info.distributed), self._autocast():
+        with evaluating(self._bare, self.info.distributed), self._optimization.autocast():
             return outputs_in_order(function, batches, self.device, self.info.distributed)
 
     def _shard(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> DataLoader[Any]:
@@ -525,20 +495,11 @@ class Handler:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ValueError(f"clip_norm must be above 0, or None, not {self.clip_norm!r}")
-        if self.on_nonfinite not in ("raise", "skip"):
-            raise ValueError(f'on_nonfinite must be "raise" or "skip", not {self.on_nonfinite!r}')
         if "loss" in self.metrics:
             raise ValueError('a metric cannot be named "loss", the loss is: choose another name')
-        _check_precision(self.precision, self.device)
 
     def _new_sums(self) -> Sums:
         return Sums(["loss", *self.metrics], self.device)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = PRECISIONS[self.precision]
-        return torch.autocast(self.device.type, dtype, enabled=self.precision != "fp32")
 
     def _reducing(self, last: bool) -> AbstractContextManager[Any]:
         """Let DDP reduce gradients in the last backward of a step only."""
@@ -558,27 +519,6 @@ class Handler:
         text = " | ".join(f"{name} {value:.4g}" for name, value in last)
         skipped = f" | {self.skipped} steps skipped" if self.skipped else ""
         self._log(f"epoch {self.epoch} | {text}{skipped}")
-
-
-def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
-    """Return the scheduler, and "epoch" or "step": when it steps."""
-    if scheduler is None:
-        return None, None
-    if not isinstance(scheduler, tuple):
-        return scheduler, "epoch"
-    if len(scheduler) != 2 or scheduler[1] not in ("step", "epoch"):
-        raise ValueError(f'scheduler must be one, or (scheduler, "step"), not {scheduler!r}')
-    return scheduler
-
-
-def _check_precision(precision: str, device: torch.device) -> None:
-    if precision not in PRECISIONS:
-        raise ValueError(f'precision must be "fp32", "bf16" or "fp16", not {precision!r}')
-    cuda = device.type == "cuda"
-    if precision == "fp16" and not cuda:
-        raise ValueError(f'precision="fp16" needs a CUDA device, not {device}: use "bf16"')
-    if precision == "bf16" and cuda and not torch.cuda.is_bf16_supported():
-        raise ValueError(f'{device} has no bfloat16: use precision="fp16" or "fp32"')
 
 
 def _check_finite(model: nn.Module) -> None:
