@@ -12,6 +12,7 @@ LAYERS = [  # an import only ever points upwards in this list
     *["hostlist", "environment", "rendezvous", "initialize", "collectives"],
     *["errors", "outcomes", "decorators", "pickling", "worker", "executor", "launch"],
     *["randomness", "data", "checkpoint"],
+    *["callbacks", "batches", "evaluation", "exchange", "optimization", "handler"],
     *["doctor", "__init__", "__main__"],
 ]
 SMOKE = """

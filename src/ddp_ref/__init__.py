@@ -1,3 +1,4 @@
+from .callbacks import Callback, Checkpoint, EarlyStopping, LearningRateMonitor
 from .collectives import (
     broadcast_object,
     gather_objects,
@@ -8,13 +9,19 @@ from .collectives import (
 from .decorators import on_rank, rank_first
 from .environment import LaunchInfo, detect_launch
 from .executor import ParallelExecutor, parallel_on_all_devices, parallelize_on_gpus
+from .handler import Handler
 from .initialize import DistInfo, cleanup_ddp, initialize_ddp
 from .launch import run_ranks
 from .randomness import seed_everything
 
 __all__ = [
+    "Callback",
+    "Checkpoint",
     "DistInfo",
+    "EarlyStopping",
+    "Handler",
     "LaunchInfo",
+    "LearningRateMonitor",
     "ParallelExecutor",
     "broadcast_object",
     "cleanup_ddp",

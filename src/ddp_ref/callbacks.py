@@ -1,0 +1,201 @@
+"""What happens beside training: hooks that every rank calls, in the same order."""
+
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import NAME, numbered, sweep
+
+logger = logging.getLogger(__name__)
+
+
+class Callback:
+    """Take part in `Handler.train`: override the hooks you need.
+
+    Every rank calls each hook, in the order of the handler's list, so a hook may be collective if
+    all ranks make the call. An exception is raised on all ranks, with its type, at the next
+    exchange; until then the rank trains on.
+    """
+
+    handler: Any  # the Handler, set when it is given this callback
+
+    def on_train_start(self) -> None:
+        """Called once `train` has begun, before the first epoch."""
+
+    def on_epoch_start(self) -> None:
+        """Called before the first batch of an epoch, and again where one is resumed."""
+
+    def on_step_end(self) -> None:
+        """Called after each optimizer step; `handler.step` counts it."""
+
+    def on_epoch_end(self) -> None:
+        """Called after validation; the histories and `handler.epoch` count the epoch."""
+
+    def on_train_end(self) -> None:
+        """Called after the last epoch; not after an exception or a signal."""
+
+
+class EarlyStopping(Callback):
+    """Stop when `monitor` has not improved by more than `min_delta` for `patience` epochs.
+
+    `monitor` names a list of `handler.history`; `mode` is "min" or "max". It looks at the history
+    alone, and so goes on counting in a resumed run. NaN is never an improvement.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        patience: int = 5,
+        min_delta: float = 0.0,
+        mode: str = "min",
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f'mode must be "min" or "max", not {mode!r}')
+        if patience < 1 or not min_delta >= 0:
+            raise ValueError(
+                "patience must be at least 1 and min_delta at least 0, "
+                f"not {patience!r} and {min_delta!r}"
+            )
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+
+    def on_train_start(self) -> None:
+        if self.handler.epoch:  # a resumed run may have been stopped
+            self.on_epoch_end()
+
+    def on_epoch_end(self) -> None:
+        values = _monitored(self.handler, self.monitor)
+        if (waited := _waited(values, self.min_delta, self.mode)) >= self.patience:
+            if self.handler.rank == 0:
+                logger.info("%s has not improved for %d epochs: stop", self.monitor, waited)
+            self.handler.stop()
+
+
+class LearningRateMonitor(Callback):
+    """Note the learning rate each epoch begins with: `handler.history["lr"]`.
+
+    With several parameter groups it is that of the first; "lr_1" and so on are the others'.
+    """
+
+    def on_epoch_start(self) -> None:
+        for number, group in enumerate(self.handler.optimizer.param_groups):
+            rates = self.handler.history.setdefault(f"lr_{number}" if number else "lr", [])
+            if len(rates) == self.handler.epoch:  # not yet noted, where an epoch is resumed
+                rates.append(float(group["lr"]))
+
+
+class Checkpoint(Callback):
+    """Save into `folder` every N epochs (None: never) and every K steps; keep the last `keep`.
+
+    Files are named by the optimizer step, step_000000120.pt; rank 0 writes them. With `monitor`,
+    best.pt is the epoch with the best value so far: the lowest of a loss, the highest of a metric.
+    `Handler` also saves here when a signal ends it, and `Handler.load(folder)` takes the newest.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        every_epochs: int | None = 1,
+        every_steps: int | None = None,
+        keep: int = 3,
+        monitor: str | None = None,
+    ) -> None:
+        numbers = {"every_epochs": every_epochs, "every_steps": every_steps, "keep": keep}
+        for name, number in numbers.items():
+            if number is not None and (type(number) is not int or number < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, not {number!r}")
+        self.folder, self.monitor = Path(folder), monitor
+        self.every_epochs, self.every_steps, self.keep = every_epochs, every_steps, keep
+
+    def on_train_start(self) -> None:
+        if self.handler.rank == 0:
+            sweep(self.folder)
+            later = [path for path in numbered(self.folder) if _step(path) > self.handler.step]
+            if later:
+                warnings.warn(
+                    f"{later[-1]} is of a later step than this run's {self.handler.step}, "
+                    "load(folder) will prefer it: load it now, or move it away",
+                    stacklevel=2,
+                )
+
+    def on_step_end(self) -> None:
+        if self.every_steps and self.handler.step % self.every_steps == 0:
+            self._save()
+
+    def on_epoch_end(self) -> None:
+        if self.every_epochs and self.handler.epoch % self.every_epochs == 0:
+            self._save()
+        if self.monitor:
+            mode = "min" if self.monitor in ("train_loss", "val_loss") else "max"
+            if _waited(_monitored(self.handler, self.monitor), 0.0, mode) == 0:
+                self.handler.save(self.folder / "best.pt")
+
+    def _save(self) -> None:
+        step = self.handler.step
+        self.handler.save(self.folder / NAME.format(step))
+        if self.handler.rank == 0:
+            # Those of later steps are another run's: they count as none of ours.
+            ours = [path for path in numbered(self.folder) if _step(path) <= step]
+            for path in ours[: -self.keep]:
+                path.unlink(missing_ok=True)
+
+
+class ProgressBar(Callback):
+    """Show the steps of each epoch on standard error, with tqdm."""
+
+    _bar: Any = None
+
+    def on_train_start(self) -> None:
+        try:
+            import tqdm  # noqa: F401
+        except ImportError as error:
+            raise ImportError("the progress bar needs tqdm: pip install tqdm") from error
+
+    def on_epoch_start(self) -> None:
+        from tqdm import tqdm
+
+        handler = self.handler
+        self.close()
+        self._bar = tqdm(
+            total=handler.steps_left, desc=f"epoch {handler.epoch + 1}", file=sys.stderr
+        )
+
+    def on_step_end(self) -> None:
+        self._bar.set_postfix(self.handler.running, refresh=False)
+        self._bar.update()
+
+    def on_epoch_end(self) -> None:
+        self.close()
+
+    def on_train_end(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the bar as it is, so that what is written next starts a line of its own."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _monitored(handler: Any, name: str) -> Sequence[float]:
+    if not handler.history.get(name):
+        known = ", ".join(name for name, values in handler.history.items() if values)
+        raise ValueError(f"monitor {name!r} has no values, there are: {known}")
+    return handler.history[name]
+
+
+def _waited(values: Sequence[float], min_delta: float, mode: str) -> int:
+    """Return for how many epochs the best value has not improved; 0: the last one is the best."""
+    sign = 1 if mode == "min" else -1
+    best, waited = math.inf, 0
+    for value in values:
+        improved = sign * value < best - min_delta
+        best, waited = (sign * value, 0) if improved else (best, waited + 1)
+    return waited
+
+
+def _step(path: Path) -> int:
+    return int(path.stem.partition("_")[2])

@@ -1,0 +1,310 @@
+"""Checks of Handler that every rank makes; test_handler.py starts the ranks, and is one itself."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_checks import run_checks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+from training_job import Points, accuracy, flat, job, network
+
+from ddp_ref import Callback, Checkpoint
+from ddp_ref.randomness import seed_everything
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def assert_same_on_all_ranks(tensor):
+    if dist.is_initialized():
+        others = [torch.empty_like(tensor) for _ in range(world_size())]
+        dist.all_gather(others, tensor)
+        assert all(torch.equal(tensor, other) for other in others)
+
+
+def gloo_calls(work):
+    """Return how often each gloo operation ran during `work`, DDP's own included."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    return Counter(event.name for event in profile.events() if event.name.startswith("gloo:"))
+
+
+def hand_written(size, batch_size, epochs):
+    """Train the job of `training_job` as a loop of one's own does; return the weights."""
+    model = network(dropout=0.5)
+    ddp = DistributedDataParallel(model) if dist.is_initialized() else model
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    data = Points(size)
+    sampler = DistributedSampler(data, world_size(), rank())
+    seed_everything(0, rank())
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        own = torch.Generator()  # else each iterator draws a seed from that of the dropout
+        for inputs, targets in DataLoader(data, batch_size, sampler=sampler, generator=own):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(inputs), targets).backward()
+            optimizer.step()
+    return flat(model)
+
+
+def check_the_weights_are_a_hand_written_loops_and_so_are_the_collectives():
+    size, found, losses = 60 * world_size() - 1, [], []
+
+    def ours():
+        handler = job(size, 6, model=network(dropout=0.5))
+        handler.train(5)
+        assert handler.step == 50
+        found.append(flat(handler.model))
+        losses.extend(handler.train_losses)
+
+    plain_calls = gloo_calls(lambda: found.append(hand_written(size, 6, 5)))
+    calls = gloo_calls(ours)
+    assert torch.equal(*found)
+    assert not torch.allclose(found[0], flat(network()), atol=0.1)
+    assert losses[-1] < losses[0]
+    if dist.is_initialized():
+        # Of 50 steps an exchange every 10, at the end of an epoch two, and one at either end.
+        assert calls - plain_calls == {"gloo:all_reduce": 5 + 5 * 2 + 2}
+        assert not plain_calls - calls and plain_calls["gloo:all_reduce"] >= 50
+
+
+def check_accumulated_batches_are_one_big_batch_also_where_few_are_left():
+    found, calls = [], []
+    for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
+        model = network(dtype=torch.float64)
+        handler = job(
+            22 * world_size(), batch_size, model=model, accumulate=accumulate, clip_norm=0.5
+        )
+        calls.append(gloo_calls(lambda handler=handler: handler.train(2)))
+        assert handler.step == 4  # 12 and 10 samples a rank
+        found.append((flat(handler.model), handler.train_losses, handler.train_metrics))
+    assert calls[0] == calls[1] == calls[2]  # gradients are reduced once a step
+    big, *others = found
+    assert not torch.allclose(big[0], flat(network(dtype=torch.float64)), atol=0.01)
+    for weights, losses, metrics in others:
+        assert torch.allclose(weights, big[0], rtol=1e-12, atol=1e-14)
+        assert losses == pytest.approx(big[1], rel=1e-12)
+        assert metrics["accuracy"] == pytest.approx(big[2]["accuracy"], rel=1e-12)
+
+
+class Density(nn.Module):
+    """A model with log_likelihood and sample, with BatchNorm, and outputs of several kinds."""
+
+    def __init__(self, kind=torch.Tensor):
+        super().__init__()
+        self.linear, self.norm, self.kind = nn.Linear(4, 2), nn.BatchNorm1d(2), kind
+
+    def forward(self, inputs):
+        outputs = self.norm(self.linear(inputs))
+        if self.kind is tuple:
+            return outputs, outputs[:, 0]
+        if self.kind is list:
+            return [f"{value:.6f}" for value in outputs[:, 0].tolist()]
+        return {"out": outputs} if self.kind is dict else outputs
+
+    def log_likelihood(self, inputs):
+        return -self(inputs).square().sum(1)
+
+    def sample(self, number, *, scale):
+        assert not self.training and not torch.is_grad_enabled()
+        return [scale] * number
+
+
+class Inputs(Points):
+    def __getitem__(self, index):
+        return self.inputs[index]
+
+
+def evaluate(handler, size, reference):
+    data = Points(size, dtype=torch.float64)
+    handler.set_val_loader(data, 2)
+    with torch.no_grad():
+        outputs = reference(data.inputs)
+        found = handler.predict(Inputs(size, dtype=torch.float64), 2)
+        likely = handler.log_likelihood(data, 2)
+        loss = nn.functional.cross_entropy(outputs, data.targets).item()
+    assert handler.validate() == pytest.approx(
+        {"loss": loss, "accuracy": accuracy(outputs, data.targets).item()}, rel=1e-12
+    )
+    if handler.rank == 0:
+        assert torch.equal(torch.cat([outputs[:0], found]), found)  # of its shape and dtype
+        assert torch.allclose(found, outputs, rtol=1e-12)
+        assert torch.allclose(likely, -outputs.square().sum(1), rtol=1e-12)
+    else:
+        assert found is None and likely is None
+
+
+def evaluate_kinds(handler, model, outputs):
+    data = Points(7, dtype=torch.float64)
+    expected = {
+        tuple: [(out.tolist(), out[0].item()) for out in outputs],
+        list: [f"{out[0].item():.6f}" for out in outputs],
+        dict: [{"out": out.tolist()} for out in outputs],
+    }
+    for kind, entries in expected.items():
+        model.kind = kind
+        found = handler.predict(data, 2)
+        if handler.rank:
+            assert found is None
+            continue
+        if kind is tuple:
+            found = [(out.tolist(), first.item()) for out, first in found]
+        elif kind is dict:
+            found = [{"out": entry["out"].tolist()} for entry in found]
+        assert found == entries
+    model.kind = torch.Tensor
+
+
+def check_evaluation_is_that_of_one_process_for_every_number_of_items():
+    torch.manual_seed(3)
+    model = Density().double()
+    handler = job(12 * world_size(), 4, model=model)
+    handler.train(1)  # the ranks' BatchNorm buffers differ now
+    gathered = handler.predict(Points(1, dtype=torch.float64), 1)  # has rank 0's buffers
+    assert (gathered is None) == (handler.rank > 0)
+    reference = Density().double()
+    reference.load_state_dict(model.state_dict())
+    reference.eval()
+    for size in range(1, 3 * world_size() + 1):
+        evaluate(handler, size, reference)
+    with torch.no_grad():
+        evaluate_kinds(handler, model, reference(Points(7, dtype=torch.float64).inputs))
+    empty = handler.predict([], 2)
+    assert empty is None if handler.rank else empty.shape == (0,)
+    assert handler.sample(3, scale=2) == (None if handler.rank else [2, 2, 2])
+    assert model.training  # as it was
+    assert_same_on_all_ranks(model.norm.running_mean)
+
+
+def train_with_a_bad_loss(bad_rank, kind, **options):
+    handler = job(40 * world_size(), 4, exchange_every=5, **options)
+    loss_fn, calls = handler.loss_fn, []
+
+    def loss(outputs, targets):
+        calls.append(0)
+        bad = handler.rank == bad_rank and len(calls) == 7
+        factor = torch.tensor(float(kind) if bad else 1.0)
+        return loss_fn(outputs, targets) * factor
+
+    handler.loss_fn = loss
+    handler.train(1)
+    return handler
+
+
+def check_a_loss_that_is_not_finite_on_any_rank_is_one_decision():
+    for bad_rank in range(world_size()):
+        with pytest.raises(FloatingPointError, match=r"epoch 1 is not finite, found at step 10"):
+            train_with_a_bad_loss(bad_rank, "nan")
+        handler = train_with_a_bad_loss(bad_rank, "inf", on_nonfinite="skip")
+        assert handler.skipped == 1 and handler.step == 10
+        assert torch.isfinite(flat(handler.model)).all()
+        assert len(handler.train_losses) == 1 and 0 < handler.train_losses[0] < 1
+    assert_same_on_all_ranks(flat(handler.model))
+
+
+class Raises(Callback):
+    def __init__(self, rank, hook, step=0):
+        self.rank, self.step = rank, step
+        setattr(self, hook, self.fail)
+
+    def fail(self):
+        if self.handler.rank == self.rank and self.handler.step == self.step:
+            raise KeyError("of a callback")
+
+
+class Counts(Callback):
+    calls = 0
+
+    def on_step_end(self):
+        self.calls += 1
+
+
+def check_a_callback_that_raises_on_one_rank_raises_on_all():
+    world = world_size()
+    cases = [("on_train_start", 0, 0), ("on_step_end", 3, 5), ("on_step_end", 5, 5)]
+    cases += [("on_step_end", 6, 7), ("on_epoch_end", 7, 7), ("on_train_end", 7, 7)]
+    for number, (hook, step, raised_at) in enumerate(cases):
+        rank, counts = number % world, Counts()
+        callbacks = [Raises(rank, hook, step), counts]
+        handler = job(14 * world, 2, exchange_every=5, callbacks=callbacks)
+        with pytest.raises(KeyError, match="of a callback") as caught:
+            handler.train(1)
+        assert handler.step == counts.calls == raised_at
+        notes = "".join(getattr(caught.value, "__notes__", []))
+        assert world == 1 or f"raised on rank {rank}" in notes
+
+    with pytest.raises(NotADirectoryError):  # on rank 0 alone, but the save is collective
+        job(8, 2, callbacks=[Checkpoint("/dev/null/a", every_steps=1)]).train(1)
+    handler = job(8, 2)
+    handler.train(1)  # the group is usable
+
+
+def state_of(handler):
+    state = handler.optimizer.state_dict()["state"]
+    momentum = torch.cat([entry["momentum_buffer"].reshape(-1) for entry in state.values()])
+    return flat(handler.model), momentum
+
+
+def resumable(workers=0, **options):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "step"
+
+    handler = job(
+        22 * world_size() - 1,
+        3,
+        model=network(dropout=0.3),
+        noise=0.5,
+        workers=workers,
+        accumulate=2,
+        scheduler=schedule,
+        exchange_every=3,
+        **options,
+    )
+    handler.set_val_loader(Points(9), 2)
+    return handler
+
+
+class SaveEach(Callback):
+    def on_step_end(self):
+        self.handler.save(f"{self.handler.step}.pt")
+
+    on_epoch_end = on_step_end
+
+
+def check_a_run_resumed_at_any_step_is_the_uninterrupted_one():
+    """Bit for bit, with an augmentation, dropout, accumulation, and a second cut at once."""
+    whole = resumable(callbacks=[SaveEach()])
+    whole.save("0.pt")
+    whole.train(2)
+    assert whole.step == 8
+    for step in range(9):
+        for workers in (0, 2) if step in (1, 2, 4) else (0,):
+            random.seed(step), torch.manual_seed(step)
+            handler = resumable(workers)
+            handler.load(f"{step}.pt")
+            if step < 6:
+                handler.train(0)
+                handler.save("again.pt")
+                handler = resumable(workers)
+                handler.load("again.pt")
+            assert handler.step == step
+            handler.train(2)
+            assert handler.history == whole.history, step
+            for one, other in zip(state_of(handler), state_of(whole), strict=True):
+                assert torch.equal(one, other), (step, workers)
+            assert handler.optimizer.param_groups[0]["lr"] == 0.1 / 4
+    assert whole.train_losses[1] < whole.train_losses[0]
+    assert_same_on_all_ranks(torch.tensor(whole.train_losses + whole.val_losses))
+
+
+if __name__ == "__main__":
+    run_checks(globals())

@@ -1,0 +1,199 @@
+"""Callbacks: called in order on every rank, deciding from the history, which a resumed run has."""
+
+import sys
+import types
+from datetime import timedelta
+from typing import ClassVar
+
+import pytest
+import torch
+from training_job import Points, job
+
+from ddp_ref import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateMonitor,
+    initialize_ddp,
+    run_ranks,
+)
+
+LIMIT = timedelta(minutes=2)
+
+
+class Notes(Callback):
+    """Write down every hook, with the number of epochs and steps that are done."""
+
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def _note(self, hook):
+        self.calls.append((self.name, hook, self.handler.epoch, self.handler.step))
+
+    def on_train_start(self):
+        self._note("train_start")
+
+    def on_epoch_start(self):
+        self._note("epoch_start")
+
+    def on_step_end(self):
+        self._note("step_end")
+
+    def on_epoch_end(self):
+        self._note("epoch_end")
+
+    def on_train_end(self):
+        self._note("train_end")
+
+
+def test_hooks_are_called_in_the_order_of_the_list():
+    calls = []
+    handler = job(6, 3, callbacks=[Notes("a", calls), Notes("b", calls)])
+    handler.train(1)
+    expected = [("train_start", 0, 0), ("epoch_start", 0, 0), ("step_end", 0, 1)]
+    expected += [("step_end", 0, 2), ("epoch_end", 1, 2), ("train_end", 1, 2)]
+    assert calls == [(name, *call) for call in expected for name in "ab"]
+
+
+class Replays(Callback):
+    """Put given values in the place of what validation found."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def on_epoch_end(self):
+        self.handler.history["val_loss"] = self.values[: self.handler.epoch]
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        ([3, 2, 1, 2, 2, 0, 0], {"patience": 2}, 5),
+        ([3, 2, 1, 2, 2, 0, 0], {"patience": 3}, 7),
+        ([3, 2.9, 2.8, 2.7], {"patience": 2, "min_delta": 0.5}, 3),
+        ([3, 2.7, 2.4, 2.1], {"patience": 2, "min_delta": 0.5}, 4),  # in two epochs it has
+        ([1, 2, 3, 3, 3], {"patience": 2, "mode": "max"}, 5),
+        ([1, 0, 0, 3, 3], {"patience": 2, "mode": "max"}, 3),
+        ([float("nan")] * 4, {"patience": 3}, 3),
+        ([1, 1, 1], {"patience": 1}, 2),
+    ],
+)
+def test_early_stopping(values, options, epochs, tmp_path):
+    def make():
+        return job(4, 4, callbacks=[Replays(values), EarlyStopping(**options)])
+
+    handler = make()
+    handler.train(len(values))
+    assert handler.epoch == epochs
+    handler.save(tmp_path / "a.pt")
+    resumed = make()
+    resumed.load(tmp_path / "a.pt")
+    resumed.train(len(values))
+    assert resumed.epoch == epochs  # stopped, and stays so
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: EarlyStopping(mode="least"), 'mode must be "min" or "max"'),
+        (lambda: EarlyStopping(patience=0), "patience must be at least 1"),
+        (lambda: EarlyStopping(min_delta=-1), "min_delta at least 0"),
+        (lambda: Checkpoint("a", keep=0), "keep must be an integer of at least 1, not 0"),
+        (lambda: Checkpoint("a", every_steps=1.5), "every_steps must be"),
+        (lambda: job(callbacks=[EarlyStopping()]).train(1), "'val_loss' has no values, there are"),
+    ],
+)
+def test_what_cannot_be_is_refused(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_learning_rates_are_noted_once_an_epoch(tmp_path):
+    def make(*callbacks):
+        return job(
+            12,
+            4,
+            scheduler=lambda o: (torch.optim.lr_scheduler.StepLR(o, 3, 0.5), "step"),
+            callbacks=[LearningRateMonitor(), *callbacks],
+        )
+
+    handler = make(Checkpoint(tmp_path, every_steps=4))
+    handler.train(2)
+    assert handler.history["lr"] == [0.1, 0.05]
+    resumed = make()
+    resumed.load(tmp_path / "step_000000004.pt")  # in the middle of the second epoch
+    resumed.train(3)
+    assert resumed.history["lr"] == [0.1, 0.05, 0.025]
+
+
+def test_checkpoints_are_kept_and_the_best_of_them(tmp_path):
+    def work():
+        def names(folder):
+            return sorted(path.name for path in (tmp_path / folder).iterdir())
+
+        folder = tmp_path / "epochs"
+        folder.mkdir(exist_ok=True)
+        (folder / ".step_000000001.pt.0.tmp").touch()  # what a killed save left
+        initialize_ddp()
+        values = [3, 1, 2, float("nan"), 1]
+        keeper = Checkpoint(folder, keep=2, monitor="val_loss")
+        job(12, 2, callbacks=[Replays(values), keeper]).train(5)
+        steps = 6 // torch.distributed.get_world_size()
+        numbers = [4 * steps, 5 * steps]
+        assert names("epochs") == ["best.pt", *(f"step_{number:09}.pt" for number in numbers)]
+        best = job(12, 2)
+        best.load(folder / "best.pt")
+        assert best.epoch == 2 and best.history["val_loss"] == [3, 1]
+
+        keeper = Checkpoint(tmp_path / "steps", every_epochs=None, every_steps=2, keep=9)
+        handler = job(12, 2, callbacks=[keeper])
+        handler.set_val_loader(Points(4), 2)
+        handler.train(2)
+        numbers = range(2, 2 * steps + 1, 2)
+        assert names("steps") == [f"step_{number:09}.pt" for number in numbers]
+        return True
+
+    assert run_ranks(work, nproc=2, timeout=LIMIT) == [True, True]
+
+
+def test_checkpoints_of_a_later_step_are_told_of_and_left_alone(tmp_path):
+    job(12, 2, callbacks=[Checkpoint(tmp_path)]).train(2)
+    with pytest.warns(UserWarning, match=r"step_000000012.pt is of a later step than this run's 0"):
+        job(12, 2, callbacks=[Checkpoint(tmp_path, keep=1, every_steps=1)]).train(1)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "step_000000006.pt",
+        "step_000000012.pt",
+    ]
+
+
+class Bar:
+    """What the callback uses of tqdm."""
+
+    all: ClassVar[list] = []
+
+    def __init__(self, total, desc, file):
+        self.total, self.desc, self.count, self.closed = total, desc, 0, False
+        self.all.append(self)
+
+    def set_postfix(self, values, refresh):
+        self.values = dict(values)
+
+    def update(self):
+        self.count += 1
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_bar_on_a_terminal_only(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # not to be imported
+    job(12, 2).train(1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with pytest.raises(ImportError, match="the progress bar needs tqdm: pip install tqdm"):
+        job(12, 2).train(1)
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    monkeypatch.setattr(Bar, "all", [])
+    job(12, 2, accumulate=4, exchange_every=1).train(2)
+    assert [(bar.total, bar.count, bar.closed) for bar in Bar.all] == [(2, 2, True)] * 2
+    assert [bar.desc for bar in Bar.all] == ["epoch 1", "epoch 2"]
+    assert Bar.all[0].values.keys() == {"loss", "accuracy"}
