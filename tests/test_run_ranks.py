@@ -219,6 +219,9 @@ def test_what_a_rank_leaves_behind_neither_hides_its_end_nor_stays(end, tmp_path
             time.sleep(1000)  # and holds all that the rank had open
         (tmp_path / rank).write_text(str(child))
         if rank == "1" and end == "killed":
+            other = tmp_path / "0"
+            while not (other.exists() and other.read_text()):  # rank 0 is killed for our end
+                time.sleep(0.05)
             os.kill(os.getpid(), signal.SIGKILL)
 
     if end == "killed":

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Event, Thread
 from uuid import uuid4
 
 import torch.distributed as dist
@@ -40,26 +40,32 @@ def meet(launch: LaunchInfo, message: str, timeout: timedelta) -> tuple[dist.Sto
     """
     found: SimpleQueue[tuple[dist.Store, list[str]] | BaseException] = SimpleQueue()
     deadline = time.monotonic() + timeout.total_seconds()
+    given_up = Event()
 
     def look() -> None:
         try:
-            found.put(_meet(launch, message, timeout, deadline))
+            found.put(_meet(launch, message, timeout, deadline, given_up))
         except BaseException as error:  # noqa: BLE001 - raised by the main thread
             found.put(error)
 
     # A store whose host is frozen keeps a call for ever, in C++, which feels no Ctrl-C either.
-    Thread(target=look, daemon=True).start()
-    while (left := deadline + LATE - time.monotonic()) > 0:
-        with suppress(Empty):
-            result = found.get(timeout=min(left, 0.2))
-            if isinstance(result, BaseException):
-                raise result
-            return result
+    thread = Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        while (left := deadline + LATE - time.monotonic()) > 0:
+            with suppress(Empty):
+                result = found.get(timeout=min(left, 0.2))
+                if isinstance(result, BaseException):
+                    raise result
+                return result
+    finally:  # a thread that comes back from C++ while Python ends aborts the process
+        given_up.set()
+        thread.join(LATE)
     raise RuntimeError(f"{_here(launch)}: who is there gave no answer within {timeout}")
 
 
 def _meet(
-    launch: LaunchInfo, message: str, timeout: timedelta, deadline: float
+    launch: LaunchInfo, message: str, timeout: timedelta, deadline: float, given_up: Event
 ) -> tuple[dist.Store, list[str]]:
     if launch.master_addr is None or launch.master_port is None:
         raise ValueError(f"no master to meet at: {launch.reason}")
@@ -72,7 +78,7 @@ def _meet(
         talk = (_host if launch.rank == 0 else _join)(shared, launch, message)
         pause = 0.001
         while not shared.check([f"go/{(meeting := next(talk))}"]):
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or given_up.is_set():
                 absent = ", ".join(map(str, _absent(shared, meeting, launch.world_size)))
                 raise RuntimeError(f"{here}: within {timeout} there came no rank {absent}")
             time.sleep(pause)
