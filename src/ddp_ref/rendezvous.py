@@ -40,18 +40,19 @@ def meet(launch: LaunchInfo, message: str, timeout: timedelta) -> tuple[dist.Sto
     """
     found: SimpleQueue[tuple[dist.Store, list[str]] | BaseException] = SimpleQueue()
     deadline = time.monotonic() + timeout.total_seconds()
-    given_up = Event()
+    given_up, gone = Event(), Event()
 
     def look() -> None:
         try:
             found.put(_meet(launch, message, timeout, deadline, given_up))
         except BaseException as error:  # noqa: BLE001 - raised by the main thread
             found.put(error)
+        finally:
+            gone.set()
 
     # A store whose host is frozen keeps a call for ever, in C++, which feels no Ctrl-C either.
-    thread = Thread(target=look, daemon=True)
-    thread.start()
     try:
+        Thread(target=look, daemon=True).start()
         while (left := deadline + LATE - time.monotonic()) > 0:
             with suppress(Empty):
                 result = found.get(timeout=min(left, 0.2))
@@ -60,7 +61,7 @@ def meet(launch: LaunchInfo, message: str, timeout: timedelta) -> tuple[dist.Sto
                 return result
     finally:  # a thread that comes back from C++ while Python ends aborts the process
         given_up.set()
-        thread.join(LATE)
+        gone.wait(LATE)
     raise RuntimeError(f"{_here(launch)}: who is there gave no answer within {timeout}")
 
 
