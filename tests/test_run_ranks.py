@@ -78,7 +78,7 @@ def test_all_that_a_rank_and_its_children_wrote_is_printed_in_rank_order(capfd):
 def test_the_environment_is_torchruns_and_nothing_of_an_outer_launch(monkeypatch):
     outer = {"SLURM_PROCID": "7", "SLURM_JOB_ID": "8", "RANK": "9", "GROUP_RANK": "9"}
     outer |= {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "TORCHELASTIC_ERROR_FILE": "x"}
-    for name, value in (outer | {"LOCAL_SCRATCH": "kept"}).items():
+    for name, value in (outer | {"LOCAL_SCRATCH": "kept", "CUDA_VISIBLE_DEVICES": ""}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
@@ -101,6 +101,7 @@ def test_the_environment_is_torchruns_and_nothing_of_an_outer_launch(monkeypatch
         assert environ["MASTER_ADDR"] == "127.0.0.1" and int(environ["MASTER_PORT"]) > 1024
         assert environ["MASTER_PORT"] == results[0][0]["MASTER_PORT"]
         assert environ["LOCAL_SCRATCH"] == "kept"
+        assert environ["CUDA_VISIBLE_DEVICES"] == ""  # empty is a word too: no GPU
         left = {name for name in environ if name.startswith("SLURM_")}
         assert not left and "TORCHELASTIC_ERROR_FILE" not in environ
         assert (argv, folder) == (sys.argv, str(Path.cwd()))

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import NAME, numbered, sweep
+from .checkpoint import NAME, numbered, step_of, sweep
+from .data import check_count
 
 logger = logging.getLogger(__name__)
 
@@ -105,15 +106,15 @@ class Checkpoint(Callback):
     ) -> None:
         numbers = {"every_epochs": every_epochs, "every_steps": every_steps, "keep": keep}
         for name, number in numbers.items():
-            if number is not None and (type(number) is not int or number < 1):
-                raise ValueError(f"{name} must be an integer of at least 1, not {number!r}")
+            if number is not None:
+                check_count(name, number)
         self.folder, self.monitor = Path(folder), monitor
         self.every_epochs, self.every_steps, self.keep = every_epochs, every_steps, keep
 
     def on_train_start(self) -> None:
         if self.handler.rank == 0:
             sweep(self.folder)
-            later = [path for path in numbered(self.folder) if _step(path) > self.handler.step]
+            later = [path for path in numbered(self.folder) if step_of(path) > self.handler.step]
             if later:
                 warnings.warn(
                     f"{later[-1]} is of a later step than this run's {self.handler.step}, "
@@ -138,7 +139,7 @@ class Checkpoint(Callback):
         self.handler.save(self.folder / NAME.format(step))
         if self.handler.rank == 0:
             # Those of later steps are another run's: they count as none of ours.
-            ours = [path for path in numbered(self.folder) if _step(path) <= step]
+            ours = [path for path in numbered(self.folder) if step_of(path) <= step]
             for path in ours[: -self.keep]:
                 path.unlink(missing_ok=True)
 
@@ -195,7 +196,3 @@ def _waited(values: Sequence[float], min_delta: float, mode: str) -> int:
         improved = sign * value < best - min_delta
         best, waited = (sign * value, 0) if improved else (best, waited + 1)
     return waited
-
-
-def _step(path: Path) -> int:
-    return int(path.stem.partition("_")[2])

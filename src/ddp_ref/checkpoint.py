@@ -90,7 +90,12 @@ def read_newest(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
 def numbered(folder: str | Path) -> list[Path]:
     """Return the checkpoints in `folder` that are named by their step, in that order."""
     found = [path for path in Path(folder).glob("step_*.pt") if re.search(r"_\d+$", path.stem)]
-    return sorted(found, key=lambda path: int(path.stem.partition("_")[2]))
+    return sorted(found, key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """Return the number of optimizer steps in the name of a `numbered` checkpoint."""
+    return int(path.stem.partition("_")[2])
 
 
 def sweep(folder: str | Path) -> None:

@@ -121,7 +121,7 @@ def train_loader(
     elif own:
         _check_sampler(own, loader[own], rank, world_size)
     else:
-        _check_batch_size(batch_size)
+        check_count("batch_size", batch_size)
         sampler = TrainSampler(
             _size(dataset),
             rank=rank,
@@ -156,7 +156,7 @@ def shard_loader(
             "evaluation needs a data set with a length, to give each item to one rank: "
             "an IterableDataset has none, make a list of its items"
         )
-    _check_batch_size(batch_size)
+    check_count("batch_size", batch_size)
     sampler = ShardSampler(_size(dataset), rank=rank, world_size=world_size)
     return _loader(dataset, batch_size=batch_size, **loader | {"sampler": sampler})
 
@@ -189,9 +189,10 @@ def _size(dataset: Dataset[Any]) -> int:
         raise ValueError(f"the data set must have a length: give {kind} a __len__") from None
 
 
-def _check_batch_size(batch_size: int) -> None:
-    if type(batch_size) is not int or batch_size < 1:
-        raise ValueError(f"batch_size must be an integer of at least 1, not {batch_size!r}")
+def check_count(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is an integer of at least 1."""
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
 
 
 def _check_iterable(world_size: int) -> None:

@@ -42,8 +42,8 @@ def on_rank(
 
     An exception is raised on all ranks with its original type, rank and traceback; of several, the
     lowest rank's, the others as notes. One whose type does not survive pickling becomes a
-    RuntimeError. The group stays usable. RuntimeError names a rank that died (at
-    once, unless children that it forked still hold its sockets) or is in another call.
+    RuntimeError. The group stays usable. RuntimeError names a rank that died (at once, unless
+    children that it forked still hold its sockets) or is in another call.
 
     `max_wait` (timedelta) bounds the wait for other ranks, not the work: past it, TimeoutError. No
     rank returns before all have called; `barrier` adds the `dist.barrier()` of the default group,

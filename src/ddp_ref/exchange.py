@@ -83,7 +83,7 @@ def caught_signals(into: list[int]) -> Iterator[None]:
     """Have SIGTERM and SIGUSR1 only append to `into`, in the block; a no-op in other threads.
 
     A collective in a signal handler would deadlock. When the block exits the process, the signals
-    stay caught: launchers repeat SIGTERM, and it must not cut the exit short.
+    are ignored from then on: launchers repeat SIGTERM, and it must not cut the exit short.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -92,15 +92,14 @@ def caught_signals(into: list[int]) -> Iterator[None]:
     def note(number: int, frame: Any) -> None:
         into.append(number)
 
-    names = [name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-    before = {getattr(signal, name): signal.signal(getattr(signal, name), note) for name in names}
-    leaving = False
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+    after = {number: signal.signal(number, note) for number in numbers}
     try:
         yield
     except SystemExit:
-        leaving = True
+        # Not a handler of ours: Python takes those back before it has ended.
+        after = dict.fromkeys(numbers, signal.SIG_IGN)
         raise
     finally:
-        if not leaving:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number, handler in after.items():
+            signal.signal(number, handler)

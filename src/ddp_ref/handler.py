@@ -18,7 +18,7 @@ from .batches import batches_from, move, pair, samples_in, set_place
 from .callbacks import Callback, Checkpoint, ProgressBar
 from .checkpoint import NAME, bare, load_weights, read, read_newest, weights, write
 from .collectives import gather_objects
-from .data import TrainSampler, shard_loader, train_loader
+from .data import TrainSampler, check_count, shard_loader, train_loader
 from .decorators import on_rank
 from .evaluation import evaluating, outputs_in_order
 from .exchange import Requests, Sums, Total, Value, caught_signals
@@ -69,8 +69,10 @@ class Handler:
         wanted = None if device is None else _resolve_device(device)
         backend = "gloo" if wanted and wanted.type == "cpu" else None
         self.info = initialize_ddp(backend=backend, use_distributed=use_distributed)
-        same_kind = wanted is None or (wanted.type, wanted.index) == (self.info.device.type, None)
-        self.device = self.info.device if same_kind or wanted is None else wanted
+        if wanted is None or wanted == torch.device(self.info.device.type):  # no index: its own
+            self.device = self.info.device
+        else:
+            self.device = wanted
         self.optimizer, self.loss_fn, self.metrics = optimizer, loss_fn, dict(metrics or {})
         self.accumulate, self.exchange_every, self.seed = accumulate, exchange_every, seed
         self.run_dir = None if run_dir is None else Path(run_dir)
@@ -491,10 +493,8 @@ class Handler:
         )
 
     def _check_settings(self) -> None:
-        for name in ("accumulate", "exchange_every"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+        check_count("accumulate", self.accumulate)
+        check_count("exchange_every", self.exchange_every)
         if "loss" in self.metrics:
             raise ValueError('a metric cannot be named "loss", the loss is: choose another name')
 

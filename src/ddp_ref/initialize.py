@@ -63,7 +63,8 @@ def initialize_ddp(
     `timeout` (timedelta, 60 minutes) bounds the opening and every collective. `backend` is "nccl"
     (CUDA), "gloo" (CPU) or None: CUDA where every rank has a GPU of its own, else the CPU.
     Raises ValueError for a contradictory environment or argument, RuntimeError where the ranks do
-    not meet or, under "nccl", a rank has no GPU of its own; then no group is left open.
+    not meet or, under "nccl", a rank has no GPU of its own; then no group is left open. TypeError
+    for a `timeout` that is no timedelta.
     """
     if backend not in (None, "nccl", "gloo"):
         raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')

@@ -299,6 +299,7 @@ def worker_environment(workers: int) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if value and name not in LAUNCH_NAMES and not name.startswith(LAUNCH_PREFIXES)
+        if name not in LAUNCH_NAMES and not name.startswith(LAUNCH_PREFIXES)
     }
-    return {"OMP_NUM_THREADS": str(max(1, available_cores() // workers))} | kept
+    threads = os.environ.get("OMP_NUM_THREADS") or max(1, available_cores() // workers)
+    return kept | {"OMP_NUM_THREADS": str(threads)}
