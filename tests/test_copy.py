@@ -11,8 +11,10 @@ PACKAGE = ROOT / "src" / "ddp_ref"
 LAYERS = [  # an import only ever points upwards in this list
     *["hostlist", "environment", "rendezvous", "initialize", "collectives"],
     *["errors", "outcomes", "decorators", "pickling", "worker", "executor", "launch"],
-    *["randomness", "data", "checkpoint"],
-    *["callbacks", "batches", "evaluation", "exchange", "optimization", "handler"],
+    *["randomness", "resume", "data", "checkpoint"],
+    *["callbacks", "plotting", "run_folder"],
+    *["batches", "evaluation", "exchange", "optimization", "handler"],
+    *["schema", "configuration", "trainer"],
     *["doctor", "__init__", "__main__"],
 ]
 SMOKE = """

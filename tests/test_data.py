@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from harness import Running
+from harness import Running, run
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
@@ -227,3 +227,30 @@ def test_workers_leave_signals_to_their_rank_and_die_with_it(tmp_path):
         killed = time.monotonic()
         assert psutil.wait_procs(processes, timeout=30)[1] == []
         assert time.monotonic() - killed < 4  # torch's own watchdog looks every 5 seconds
+
+
+ENDING = """
+import sys, torch.multiprocessing
+from ddp_ref.data import train_loader
+
+def rank(number=0):
+    global loader
+    options = {"num_workers": 2, "persistent_workers": sys.argv[1] == "persistent"}
+    loader = train_loader([1.0] * 50, 2, rank=0, world_size=1, **options)
+    for number, batch in enumerate(loader):
+        if number == 3 and sys.argv[1] == "failing":
+            raise KeyError("of an item")  # its traceback holds the iterator, and so the workers
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(rank) if sys.argv[2] == "spawned" else rank()
+"""
+
+
+@pytest.mark.parametrize("how", ["failing", "persistent"])
+@pytest.mark.parametrize("started", ["alone", "spawned"])
+def test_workers_that_are_left_do_not_keep_their_rank_from_ending(tmp_path, how, started):
+    """multiprocessing ends them by SIGTERM, which they else leave to the rank."""
+    (tmp_path / "script.py").write_text(ENDING)
+    ended = run(sys.executable, "script.py", how, started, cwd=tmp_path, timeout=60)
+    assert ended.code == (how == "failing"), ended.stderr
+    assert ("KeyError" in ended.stderr) == (how == "failing")

@@ -120,7 +120,8 @@ def test_a_signal_to_one_rank_saves_the_same_step_and_ends_all(tmp_path, name, w
     codes = re.findall(r"exitcode +: (-?\d+)", ended.stderr)
     assert codes and set(codes) == {"143"}, ended.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["10", "10"]
-    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step_000000010.pt"]
+    assert [path.name for path in (tmp_path / "saved").glob("*.pt")] == ["step_000000010.pt"]
+    assert "ended by a signal at step 10" in (tmp_path / "saved" / "log.txt").read_text()
     handler = job(400, 2)
     handler.load(tmp_path / "saved")
     assert (handler.epoch, handler.step, handler.position) == (0, 10, 40)

@@ -1,6 +1,5 @@
 """What happens beside training: hooks that every rank calls, in the same order."""
 
-import logging
 import math
 import sys
 import warnings
@@ -10,8 +9,6 @@ from typing import Any
 
 from .checkpoint import NAME, numbered, step_of, sweep
 from .data import check_count
-
-logger = logging.getLogger(__name__)
 
 
 class Callback:
@@ -70,29 +67,31 @@ class EarlyStopping(Callback):
     def on_epoch_end(self) -> None:
         values = _monitored(self.handler, self.monitor)
         if (waited := _waited(values, self.min_delta, self.mode)) >= self.patience:
-            if self.handler.rank == 0:
-                logger.info("%s has not improved for %d epochs: stop", self.monitor, waited)
+            self.handler.log(f"{self.monitor} has not improved for {waited} epochs: stop")
             self.handler.stop()
 
 
 class LearningRateMonitor(Callback):
     """Note the learning rate each epoch begins with: `handler.history["lr"]`.
 
-    With several parameter groups it is that of the first; "lr_1" and so on are the others'.
+    With several parameter groups it is that of the first; "lr_1" and so on are the others'. Epochs
+    before this callback was there have NaN.
     """
 
     def on_epoch_start(self) -> None:
         for number, group in enumerate(self.handler.optimizer.param_groups):
             rates = self.handler.history.setdefault(f"lr_{number}" if number else "lr", [])
+            rates += [math.nan] * (self.handler.epoch - len(rates))
             if len(rates) == self.handler.epoch:  # not yet noted, where an epoch is resumed
                 rates.append(float(group["lr"]))
 
 
 class Checkpoint(Callback):
-    """Save into `folder` every N epochs (None: never) and every K steps; keep the last `keep`.
+    """Save into `folder` every N epochs, every K steps and at the end; keep the last `keep`.
 
-    Files are named by the optimizer step, step_000000120.pt; rank 0 writes them. With `monitor`,
-    best.pt is the epoch with the best value so far: the lowest of a loss, the highest of a metric.
+    None is never. Files are named by the optimizer step, step_000000120.pt; rank 0 writes them.
+    With `monitor`, best.pt is the epoch with the best value so far: the lowest of a loss, the
+    highest of a metric.
     `Handler` also saves here when a signal ends it, and `Handler.load(folder)` takes the newest.
     """
 
@@ -112,6 +111,7 @@ class Checkpoint(Callback):
         self.every_epochs, self.every_steps, self.keep = every_epochs, every_steps, keep
 
     def on_train_start(self) -> None:
+        self._saved_step = self.handler.step
         if self.handler.rank == 0:
             sweep(self.folder)
             later = [path for path in numbered(self.folder) if step_of(path) > self.handler.step]
@@ -134,9 +134,14 @@ class Checkpoint(Callback):
             if _waited(_monitored(self.handler, self.monitor), 0.0, mode) == 0:
                 self.handler.save(self.folder / "best.pt")
 
+    def on_train_end(self) -> None:
+        if self._saved_step != self.handler.step:  # the last epochs, or the steps before a stop
+            self._save()
+
     def _save(self) -> None:
-        step = self.handler.step
+        step = self._saved_step = self.handler.step
         self.handler.save(self.folder / NAME.format(step))
+        self.handler.log(f"saved {self.folder / NAME.format(step)}")
         if self.handler.rank == 0:
             # Those of later steps are another run's: they count as none of ours.
             ours = [path for path in numbered(self.folder) if step_of(path) <= step]
@@ -145,28 +150,30 @@ class Checkpoint(Callback):
 
 
 class ProgressBar(Callback):
-    """Show the steps of each epoch on standard error, with tqdm."""
+    """Show the steps of each epoch on standard error; without tqdm one warning, and no bar."""
 
+    _tqdm: Any = None
     _bar: Any = None
 
     def on_train_start(self) -> None:
         try:
-            import tqdm  # noqa: F401
-        except ImportError as error:
-            raise ImportError("the progress bar needs tqdm: pip install tqdm") from error
+            from tqdm import tqdm
+        except ImportError:
+            warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
+        else:
+            self._tqdm = tqdm
 
     def on_epoch_start(self) -> None:
-        from tqdm import tqdm
-
         handler = self.handler
         self.close()
-        self._bar = tqdm(
-            total=handler.steps_left, desc=f"epoch {handler.epoch + 1}", file=sys.stderr
-        )
+        if self._tqdm:
+            what = f"epoch {handler.epoch + 1}"
+            self._bar = self._tqdm(total=handler.steps_left, desc=what, file=sys.stderr)
 
     def on_step_end(self) -> None:
-        self._bar.set_postfix(self.handler.running, refresh=False)
-        self._bar.update()
+        if self._bar is not None:  # a bar without a length is false
+            self._bar.set_postfix(self.handler.running, refresh=False)
+            self._bar.update()
 
     def on_epoch_end(self) -> None:
         self.close()

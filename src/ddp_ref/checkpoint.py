@@ -87,6 +87,17 @@ def read_newest(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return what `read` finds at the file `path`, or `read_newest` in the folder `path`.
+
+    What does not exist is a file if its name ends in .pt.
+    """
+    path = Path(path)
+    if path.is_file() or (path.suffix == ".pt" and not path.is_dir()):
+        return path, read(path)
+    return read_newest(path)
+
+
 def numbered(folder: str | Path) -> list[Path]:
     """Return the checkpoints in `folder` that are named by their step, in that order."""
     found = [path for path in Path(folder).glob("step_*.pt") if re.search(r"_\d+$", path.stem)]
@@ -131,6 +142,18 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if given.keys() != own.keys() and all(name.startswith(WRAPPED) for name in given):
         given = {name.removeprefix(WRAPPED): value for name, value in given.items()}
     model.load_state_dict({own.get(name, name): value for name, value in given.items()})
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise FloatingPointError for weights that no training comes back from."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise FloatingPointError(f"{name} is not finite: it is not saved, load an earlier one")
+    for name, buffer in model.named_buffers():
+        if torch.isnan(buffer).any():  # an infinite one may be meant, such as a mask
+            raise FloatingPointError(
+                f"{name} is not a number: it is not saved, load an earlier one"
+            )
 
 
 def _bare_name(name: str) -> str:

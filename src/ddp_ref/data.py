@@ -1,10 +1,13 @@
 """Which samples each rank sees, in which order, and the loaders that feed them."""
 
 import ctypes
+import multiprocessing
+import multiprocessing.util
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -164,14 +167,32 @@ def shard_loader(
 def _loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
     """Return a DataLoader that draws nothing from the global generator, with workers of ours."""
     if options.get("num_workers"):
-        options["worker_init_fn"] = partial(_start_worker, options.get("worker_init_fn"))
+        options["worker_init_fn"] = partial(
+            _start_worker, options.get("worker_init_fn"), _rank_ends(os.getpid())
+        )
     options.setdefault("generator", torch.Generator())  # of the workers' base seeds
     return DataLoader(dataset, **options)
 
 
-def _start_worker(then: Callable[[int], None] | None, worker_id: int) -> None:
+@cache
+def _rank_ends(pid: int) -> Any:
+    """Return a shared byte that is 1 once this process, `pid`, ends.
+
+    multiprocessing then sends SIGTERM to the workers that are left, and waits for them.
+    """
+    flag = multiprocessing.RawValue("b", 0)
+    multiprocessing.util.Finalize(None, setattr, (flag, "value", 1), exitpriority=0)
+    return flag
+
+
+def _start_worker(then: Callable[[int], None] | None, rank_ends: Any, worker_id: int) -> None:
     """Leave SIGTERM and SIGUSR1 to the rank, end when it ends, and do what the caller wants."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def terminate(number: int, frame: Any) -> None:
+        if rank_ends.value:
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # A forked worker holds the rank's sockets: as long as it lives the peers see no death. torch
     # looks for the parent every 5 seconds only.

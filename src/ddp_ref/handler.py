@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .batches import batches_from, move, pair, samples_in, set_place
 from .callbacks import Callback, Checkpoint, ProgressBar
-from .checkpoint import NAME, bare, load_weights, read, read_newest, weights, write
+from .checkpoint import NAME, bare, check_finite, find, load_weights, weights, write
 from .collectives import gather_objects
 from .data import TrainSampler, check_count, shard_loader, train_loader
 from .decorators import on_rank
@@ -25,7 +25,9 @@ from .exchange import Requests, Sums, Total, Value, caught_signals
 from .initialize import _resolve_device, initialize_ddp, side_group
 from .optimization import Optimization
 from .outcomes import settle
-from .randomness import generator_state, seed_everything, set_generator_state
+from .plotting import plot_losses, plot_metrics
+from .resume import Generators, check_fits, rehearse
+from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -41,9 +43,10 @@ class Handler:
     `accumulate` batches make one optimizer step. `clip_norm` bounds the gradients' norm;
     `precision` is "fp32", "bf16" or "fp16". `on_nonfinite` "raise" ends training with
     FloatingPointError, "skip" leaves such steps out. Every `exchange_every` optimizer steps the
-    ranks tell each other of losses, errors and signals. What a signal ends is saved into the folder
-    of a Checkpoint callback, else into `run_dir`.
-    DDP_FIND_UNUSED_PARAMETERS=1 in the environment is DDP's find_unused_parameters.
+    ranks tell each other of losses, errors and signals. `run_dir` is a folder for this run:
+    configuration, log, history, figures, and each epoch a checkpoint, unless a Checkpoint callback
+    has its own folder. Checkpoints are also what a signal that ends training leaves.
+    `find_unused_parameters` is DDP's; None: if DDP_FIND_UNUSED_PARAMETERS is 1 or true.
     Raises ValueError for a setting that this device or package does not have.
     """
 
@@ -65,6 +68,7 @@ class Handler:
         exchange_every: int = 10,
         seed: int = 0,
         run_dir: str | Path | None = None,
+        find_unused_parameters: bool | None = None,
     ) -> None:
         wanted = None if device is None else _resolve_device(device)
         backend = "gloo" if wanted and wanted.type == "cpu" else None
@@ -75,7 +79,7 @@ class Handler:
             self.device = wanted
         self.optimizer, self.loss_fn, self.metrics = optimizer, loss_fn, dict(metrics or {})
         self.accumulate, self.exchange_every, self.seed = accumulate, exchange_every, seed
-        self.run_dir = None if run_dir is None else Path(run_dir)
+        self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
         self._check_settings()
         self._optimization = Optimization(
             optimizer,
@@ -85,13 +89,11 @@ class Handler:
             precision=precision,
             on_nonfinite=on_nonfinite,
         )
-        self.model = self._wrap(model)
+        self.scheduler = self._optimization.scheduler
+        self.model = self._wrap(model, find_unused_parameters)
         self._bare = bare(self.model)  # for all but training: a forward of DDP's may be collective
-        self.callbacks = list(callbacks)
-        if self.rank == 0 and sys.stderr.isatty():
-            self.callbacks.insert(0, ProgressBar())
-        for callback in self.callbacks:
-            callback.handler = self
+        self._run_folder = None if run_dir is None or self.rank else RunFolder(run_dir)
+        self.callbacks = self._all_callbacks(callbacks, run_dir)
 
         self.epoch = self.step = self.position = 0
         self.history: dict[str, list[float]] = {}
@@ -99,11 +101,10 @@ class Handler:
         self._sums = self._new_sums()
         self._requests, self._stopping = Requests(), False
         self._agreed: BaseException | None = None  # raised on all ranks alike: not to be kept
-        self._generators: dict[str, Any] | None = None  # loaded, and not yet set
-        self._seeded = False
+        self._generators = Generators(seed, self.rank, self.device)
         self._loaded_world_size, self._rehearsed = self.info.world_size, True
-        self._train_loader: DataLoader[Any] | None = None
-        self._val_loader: DataLoader[Any] | None = None
+        self.train_loader: DataLoader[Any] | None = None
+        self.val_loader: DataLoader[Any] | None = None
 
     @property
     def rank(self) -> int:
@@ -139,7 +140,7 @@ class Handler:
     def steps_left(self) -> int | None:
         """The optimizer steps to the end of this epoch; None for a stream, which has no length."""
         try:
-            return -(-len(self._train_loader) // self.accumulate)  # type: ignore[arg-type]
+            return -(-len(self.train_loader) // self.accumulate)  # type: ignore[arg-type]
         except TypeError:
             return None
 
@@ -148,7 +149,7 @@ class Handler:
 
         `loader` takes what DataLoader takes. Raises ValueError as data.train_loader does.
         """
-        self._train_loader = train_loader(
+        self.train_loader = train_loader(
             dataset,
             batch_size,
             rank=self.rank,
@@ -156,16 +157,16 @@ class Handler:
             seed=self.seed,
             **loader,
         )
-        sampler = self._train_loader.sampler
+        sampler = self.train_loader.sampler
         if isinstance(sampler, TrainSampler) and sampler.repeated:
-            self._log(
+            self.log(
                 f"{sampler.size} samples on {sampler.world_size} ranks: {sampler.repeated} of them "
                 "come twice an epoch, so that all ranks take as many steps"
             )
 
     def set_val_loader(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> None:
         """Validate on `dataset`, each item once, `batch_size` samples a rank and batch."""
-        self._val_loader = self._shard(dataset, batch_size, **loader)
+        self.val_loader = self._shard(dataset, batch_size, **loader)
 
     def train(self, epochs: int) -> None:
         """Train up to `epochs` in total: after `load`, only those that are missing.
@@ -173,16 +174,15 @@ class Handler:
         Raises, on all ranks alike, FloatingPointError for a loss that is not finite, and what a
         callback raised. SIGTERM and SIGUSR1 save and raise SystemExit(143).
         """
-        if self._train_loader is None:
+        if self.train_loader is None:
             raise ValueError("there is no training data: call set_train_loader first")
         self._begin()
         with caught_signals(self._requests.signals):
-            self._call("on_train_start")
-            self._exchange()
-            while self.epoch < epochs and not self._stopping:
-                self._train_epoch()
-            self._call("on_train_end")
-            self._exchange()
+            try:
+                self._train_epochs(epochs)
+            except (Exception, KeyboardInterrupt) as error:
+                self.log(f"ended by {type(error).__name__}: {error}")
+                raise
 
     def stop(self) -> None:
         """Ask to end training at the next exchange; one rank is enough (not collective)."""
@@ -190,15 +190,13 @@ class Handler:
 
     def validate(self) -> dict[str, float]:
         """Return the mean loss ("loss") and metrics over the validation set, on every rank."""
-        if self._val_loader is None:
+        if self.val_loader is None:
             raise ValueError("there is no validation data: call set_val_loader first")
-        sums = self._new_sums()
-        with evaluating(self._bare, self.info.distributed):
-            for batch in self._val_loader:
-                inputs, targets = pair(move(batch, self.device))
-                _, values = self._forward(self._bare, inputs, targets)
-                sums.vector += sums.row(samples_in(targets), values)
-        return sums.total([], self.info.distributed).means
+        return self._means(self.val_loader, self.info.distributed)
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Return what `validate` does, of all the `batches` on this rank alone: not collective."""
+        return self._means(batches, distributed=False)
 
     def predict(self, dataset: Dataset[Any], batch_size: int) -> Any:
         """Return the model's outputs for `dataset`, in its order, on rank 0; None elsewhere.
@@ -225,7 +223,7 @@ class Handler:
         Raises, on all ranks, OSError where it cannot be written, and FloatingPointError where a
         weight is not finite: such are never saved.
         """
-        self._seed()
+        self._generators.start()
         self._exchange()
         self._write(path)
 
@@ -236,40 +234,62 @@ class Handler:
         training goes on bit for bit; at another, each unseen sample of the epoch comes once.
         Raises FileNotFoundError, DamagedCheckpoint, ValueError where it does not fit this Handler.
         """
-        found = self._on_rank_0(lambda: _read(Path(path)), broadcast=True)
+        found = self._on_rank_0(lambda: find(path), broadcast=True)
         if found is None:
-            self._log(f"no checkpoint in {path}: a fresh start")
+            self.log(f"no checkpoint in {path}: a fresh start")
             return
         where, state = found
-        self._check_fits(where, state)
+        parts = self._optimization.parts()
+        check_fits(where, state, [name for name, _ in parts], self.seed, self._sums.vector)
         load_weights(self.model, state["model"])
-        for name, part in self._optimization.parts():
+        for name, part in parts:
             part.load_state_dict(state[name])
         for name in ("epoch", "step", "position", "history"):
             setattr(self, name, state[name])
         self._optimization.skipped = state["skipped"]
         self._load_ranks(state["ranks"])
-        self._log(f"{where}: epoch {self.epoch}, step {self.step}")
+        self.log(f"{where}: epoch {self.epoch}, step {self.step}")
+
+    def plot_losses(self, path: str | Path) -> None:
+        """Draw the losses of each epoch into `path`, on rank 0 while the others wait.
+
+        Its suffix is the format. Raises ValueError before the first epoch has ended or for an
+        unknown format, ImportError without matplotlib, OSError where it cannot be written.
+        """
+        self._on_rank_0(lambda: plot_losses(self.history, path))
+
+    def plot_metrics(self, path: str | Path) -> None:
+        """Draw the metrics of each epoch into `path`, as plot_losses does."""
+        self._on_rank_0(lambda: plot_metrics(self.history, list(self.metrics), path))
+
+    def log(self, text: str) -> None:
+        """Log a line on rank 0, and add it to log.txt of the run folder (not collective)."""
+        if self.rank == 0:
+            logger.info(text)
+            if self._run_folder:
+                self._run_folder.log(logger.name, text)
 
     # Training
 
     def _begin(self) -> None:
-        self._seed()
+        self._generators.start()
         self._requests, self._stopping, self._agreed = Requests(), False, None
         if self._save_folder() is None:
-            self._log("no Checkpoint callback and no run_dir: a signal will end it without a save")
+            self.log("no Checkpoint callback and no run_dir: a signal will end it without a save")
 
-    def _seed(self) -> None:
-        """Seed the generators once: dropout differs by rank."""
-        if not self._seeded:
-            seed_everything(self.seed, self.rank)
-            self._seeded = True
+    def _train_epochs(self, epochs: int) -> None:
+        self._call("on_train_start")
+        self._exchange()
+        while self.epoch < epochs and not self._stopping:
+            self._train_epoch()
+        self._call("on_train_end")
+        self._exchange()
 
     def _train_epoch(self) -> None:
-        assert self._train_loader is not None
-        set_place(self._train_loader, self.epoch, self.position)
+        assert self.train_loader is not None
+        set_place(self.train_loader, self.epoch, self.position)
         if self.position == 0:
-            self._restore_generators()
+            self._generators.restore()
         self._call("on_epoch_start")
         self.model.train()
         for window in self._windows():
@@ -284,10 +304,10 @@ class Handler:
 
     def _windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step that is left of the epoch."""
-        assert self._train_loader is not None
-        self._check_place(self._train_loader)
-        batches = batches_from(self._train_loader, self.position // self.info.world_size)
-        self._restore_generators()  # only now: making an iterator may draw a seed
+        assert self.train_loader is not None
+        self._check_place(self.train_loader)
+        batches = batches_from(self.train_loader, self.position // self.info.world_size)
+        self._generators.restore()  # only now: making an iterator may draw a seed
         while window := list(islice(batches, self.accumulate)):
             yield window
 
@@ -320,22 +340,14 @@ class Handler:
         self.position += total * self.info.world_size
 
     def _rehearse(self, batch: Any) -> None:
-        """Run a batch without a trace, before the first step of a resumed run.
-
-        After its first backward DDP lays out the gradients anew, and on three ranks or more the
-        layout decides in which order they are summed: without this, the last bits would differ.
-        """
         self._rehearsed = True
-        if not isinstance(self.model, DistributedDataParallel):
-            return
-        generators = generator_state(self.device)
-        buffers = [buffer.clone() for buffer in self._bare.buffers()]
         inputs, targets = pair(move(batch, self.device))
-        with self._optimization.autocast():
-            self.loss_fn(self.model(inputs), targets).backward()
-        for buffer, before in zip(self._bare.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-        set_generator_state(generators, self.device)
+
+        def loss() -> Tensor:
+            with self._optimization.autocast():
+                return self.loss_fn(self.model(inputs), targets)
+
+        rehearse(self.model, loss, self.device)
 
     def _forward(
         self, model: nn.Module, inputs: Any, targets: Any
@@ -348,15 +360,15 @@ class Handler:
         return loss, {"loss": loss} | values
 
     def _end_epoch(self) -> None:
-        for name, value in self.running.items():
-            self.history.setdefault(f"train_{name}", []).append(value)
-        if self._val_loader is not None:
-            for name, value in self.validate().items():
-                self.history.setdefault(f"val_{name}", []).append(value)
+        found = {f"train_{name}": value for name, value in self.running.items()}
+        if self.val_loader is not None:
+            found |= {f"val_{name}": value for name, value in self.validate().items()}
+        for name, value in found.items():
+            self.history.setdefault(name, []).append(value)
         self._optimization.end_epoch((self.val_losses or self.train_losses)[-1])
         self.epoch, self.position = self.epoch + 1, 0
         self._sums = self._new_sums()
-        self._log_epoch()
+        self._log_epoch(found)
         self._call("on_epoch_end")
         self._exchange()
 
@@ -406,17 +418,17 @@ class Handler:
         """Save the step that all ranks are at, wait for each other, and exit."""
         if folder := self._save_folder():
             self._write(folder / NAME.format(self.step))
-        self._log(f"ended by a signal at step {self.step}")
+        self.log(f"ended by a signal at step {self.step}")
         raise SystemExit(EXIT_CODE)
 
     def _save_folder(self) -> Path | None:
         folders = [c.folder for c in self.callbacks if isinstance(c, Checkpoint)]
-        return folders[0] if folders else self.run_dir
+        return folders[0] if folders else None
 
     # Checkpoints
 
     def _write(self, path: str | Path) -> None:
-        mine = (self._generators or generator_state(self.device), self._sums.vector.cpu())
+        mine = (self._generators.state(), self._sums.vector.cpu())
         ranks = gather_objects(mine) if self.info.distributed else [mine]
         try:
             self._on_rank_0(lambda: write(path, self._state(ranks or [])))
@@ -425,7 +437,7 @@ class Handler:
             raise
 
     def _state(self, ranks: list[tuple[dict[str, Any], Tensor]]) -> dict[str, Any]:
-        _check_finite(self._bare)
+        check_finite(self._bare)
         names = ("epoch", "step", "position", "history", "skipped", "seed")
         return {
             "model": weights(self.model),
@@ -435,40 +447,26 @@ class Handler:
             **{name: part.state_dict() for name, part in self._optimization.parts()},
         }
 
-    def _check_fits(self, where: Path, state: dict[str, Any]) -> None:
-        known = {"optimizer", "scheduler", "scaler"} & state.keys()
-        own = {name for name, _ in self._optimization.parts()}
-        if "ranks" not in state or known != own:
-            raise ValueError(
-                f"{where} holds the state of {', '.join(sorted(known)) or 'no optimizer'}, this "
-                f"Handler has {', '.join(sorted(own))}: make it as the one that saved was made"
-            )
-        if state["seed"] != self.seed:
-            raise ValueError(
-                f"{where} is of a run with seed {state['seed']}, not {self.seed}: its place in the "
-                f"data would be lost; use Handler(..., seed={state['seed']})"
-            )
-        if len(state["ranks"][0]["sums"]) != len(self._sums.vector):
-            raise ValueError(f"{where} has sums of other metrics than {list(self.metrics)}")
-
     def _load_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Take up this rank's generators and sums, or at another world size new ones and a part."""
-        self._loaded_world_size, self._seeded = len(ranks), True
+        self._loaded_world_size = len(ranks)
         self._sums = self._new_sums()
         if len(ranks) == self.info.world_size:
             self._rehearsed = self.step == 0
-            self._generators = ranks[self.rank]["generators"]
-            self._sums.vector += ranks[self.rank]["sums"].to(self.device)
-            return
-        self._generators = None
-        seed_everything(self.seed, self.rank, self.step)
+            self._generators.load(ranks[self.rank]["generators"], self.step)
+        else:
+            self._generators.load(None, self.step)
         for past in ranks[self.rank :: self.info.world_size]:
             self._sums.vector += past["sums"].to(self.device)
 
-    def _restore_generators(self) -> None:
-        if self._generators is not None:
-            set_generator_state(self._generators, self.device)
-            self._generators = None
+    def _means(self, batches: Iterable[Any], distributed: bool) -> dict[str, float]:
+        sums = self._new_sums()
+        with evaluating(self._bare, distributed):
+            for batch in batches:
+                inputs, targets = pair(move(batch, self.device))
+                _, values = self._forward(self._bare, inputs, targets)
+                sums.vector += sums.row(samples_in(targets), values)
+        return sums.total([], distributed).means
 
     def _map(self, function: Callable[[Any], Any], dataset: Dataset[Any], batch_size: int) -> Any:
         batches = self._shard(dataset, batch_size)
@@ -480,7 +478,22 @@ class Handler:
         return shard_loader(dataset, batch_size, rank=self.rank, world_size=world_size, **loader)
 
     # Settings, and what the ranks share
-    def _wrap(self, model: nn.Module) -> nn.Module:
+    def _all_callbacks(
+        self, callbacks: Sequence[Callback], run_dir: str | Path | None
+    ) -> list[Callback]:
+        """Return the user's callbacks and ours, which come last to find what the others left."""
+        found = list(callbacks)
+        if run_dir is not None and not any(isinstance(c, Checkpoint) for c in found):
+            found.append(Checkpoint(run_dir))
+        if self._run_folder:
+            found.append(self._run_folder)
+        if self.rank == 0 and sys.stderr.isatty():
+            found.insert(0, ProgressBar())
+        for callback in found:
+            callback.handler = self
+        return found
+
+    def _wrap(self, model: nn.Module, find_unused: bool | None) -> nn.Module:
         if isinstance(model, DistributedDataParallel):
             raise ValueError("the model is wrapped in DDP already: give Handler the model inside")
         model = model.to(self.device)
@@ -489,7 +502,9 @@ class Handler:
         return DistributedDataParallel(
             model,
             device_ids=[self.device] if self.device.type == "cuda" else None,
-            find_unused_parameters=_switch("DDP_FIND_UNUSED_PARAMETERS"),
+            find_unused_parameters=_switch("DDP_FIND_UNUSED_PARAMETERS")
+            if find_unused is None
+            else find_unused,
         )
 
     def _check_settings(self) -> None:
@@ -510,33 +525,10 @@ class Handler:
     def _on_rank_0(self, work: Callable[[], R], broadcast: bool = False) -> R | None:
         return on_rank(0, broadcast=broadcast)(work)() if self.info.distributed else work()
 
-    def _log(self, text: str) -> None:
-        if self.rank == 0:
-            logger.info(text)
-
-    def _log_epoch(self) -> None:
-        last = [(name, values[-1]) for name, values in self.history.items() if values]
-        text = " | ".join(f"{name} {value:.4g}" for name, value in last)
+    def _log_epoch(self, found: Mapping[str, float]) -> None:
+        text = " | ".join(f"{name} {value:.4g}" for name, value in found.items())
         skipped = f" | {self.skipped} steps skipped" if self.skipped else ""
-        self._log(f"epoch {self.epoch} | {text}{skipped}")
-
-
-def _check_finite(model: nn.Module) -> None:
-    """Raise FloatingPointError for what no training comes back from."""
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise FloatingPointError(f"{name} is not finite: it is not saved, load an earlier one")
-    for name, buffer in model.named_buffers():
-        if torch.isnan(buffer).any():  # an infinite one may be meant, such as a mask
-            raise FloatingPointError(
-                f"{name} is not a number: it is not saved, load an earlier one"
-            )
-
-
-def _read(path: Path) -> tuple[Path, dict[str, Any]] | None:
-    if path.is_file() or (path.suffix == ".pt" and not path.is_dir()):
-        return path, read(path)
-    return read_newest(path)
+        self.log(f"epoch {self.epoch} | {text}{skipped}")
 
 
 def _method(model: nn.Module, name: str) -> Callable[..., Any]:

@@ -1,0 +1,67 @@
+"""Train from a YAML file with ddp_ref; the same line alone, under torchrun and under srun.
+
+python scripts/train_reference.py --config scripts/configs/digits.yaml [--nproc 2]
+torchrun --standalone --nproc-per-node=2 scripts/train_reference.py --config ...
+"""
+
+import argparse
+import socket
+import sys
+
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ddp_ref import TrainerDDP, cleanup_ddp, detect_launch, load_config, setup_logging
+
+
+def classifier(features, hidden, classes):
+    return nn.Sequential(nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+
+
+def accuracy(outputs, targets):
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+def train(rank, config):
+    """Train on one rank and test on rank 0. Collective: all ranks call it."""
+    setup_logging(rank)
+    trainer = TrainerDDP(rank, config)  # joins the group, goes on from the newest checkpoint
+    train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+    trainer.run_training(train_loader, val_loader)
+    if rank == 0:
+        found = trainer.run_test(test_loader)
+        print(f"test loss {found['loss']:.4f} | test accuracy {found['accuracy']:.4f}")
+    cleanup_ddp()
+
+
+def spawn(nproc, config):
+    """Start `nproc` ranks on this host, which meet at a free port."""
+    if nproc < 1:
+        sys.exit(f"error: --nproc must be at least 1, not {nproc}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config["parallel"] |= {"world_size": nproc, "master_addr": "127.0.0.1", "master_port": port}
+    mp.spawn(train, args=(config,), nprocs=nproc)
+
+
+@record  # so that torchrun shows the traceback of the rank that failed first
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="a YAML file, scripts/configs/digits.yaml")
+    parser.add_argument(
+        "--nproc", type=int, help="processes to start here; without, the launcher's"
+    )
+    parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE: training.batch_size=64")
+    args = parser.parse_args()
+    allow = "torch", "datautils", "__main__"  # what the file may name
+    config = load_config(args.config, allow, overrides=args.set)
+    if args.nproc is None:
+        train(detect_launch().rank, config)
+    else:
+        spawn(args.nproc, config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Figures of a run: what it found, epoch by epoch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+History = Mapping[str, Sequence[float]]
+PARTS = {"train": ("training", "#0072b2"), "val": ("validation", "#d55e00")}
+WIDTH, HEIGHT = 6.4, 2.8  # inches, of a panel
+
+
+def plot_losses(history: History, path: str | Path) -> None:
+    """Draw the training and validation loss of each epoch into `path`; its suffix is the format.
+
+    A dot marks the lowest validation loss. Raises ValueError where no epoch has ended yet, or
+    matplotlib does not know the format; ImportError without matplotlib.
+    """
+    figure = _figure(history, ["loss"])
+    values = history.get("val_loss", [])
+    numbers = [value for value in values if math.isfinite(value)]
+    if numbers:
+        lowest = min(numbers)
+        epoch = values.index(lowest) + 1 + _epochs(history) - len(values)
+        dot = {"marker": "o", "color": PARTS["val"][1], "linestyle": "none"}
+        label = f"lowest: {lowest:.4g}, epoch {epoch}"
+        figure.axes[0].plot(epoch, lowest, label=label, **dot)
+        figure.axes[0].legend(frameon=False)
+    _save(figure, path)
+
+
+def plot_metrics(history: History, names: Sequence[str], path: str | Path) -> None:
+    """Draw each metric of `names` in a panel of its own, as plot_losses does; the same errors."""
+    if not names:
+        raise ValueError("there are no metrics to draw: give Handler some, metrics={name: f}")
+    _save(_figure(history, names), path)
+
+
+def _figure(history: History, names: Sequence[str]) -> Any:
+    if not _epochs(history):
+        raise ValueError("there is nothing to draw before the first epoch has ended: call train")
+    figure = _new_figure(len(names))
+    panels = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
+    for axes, name in zip(panels, names, strict=True):
+        _draw(axes, name, history)
+    panels[-1].set_xlabel("epoch")
+    return figure
+
+
+def _new_figure(panels: int) -> Any:
+    try:
+        from matplotlib.figure import Figure  # not pyplot: no window, no figure that stays
+    except ImportError as error:
+        raise ImportError("figures need matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(WIDTH, HEIGHT * panels), layout="constrained")
+
+
+def _draw(axes: Any, name: str, history: History) -> None:
+    last = _epochs(history)
+    for part, (label, color) in PARTS.items():
+        values = history.get(f"{part}_{name}", [])
+        epochs = range(last - len(values) + 1, last + 1)  # a list that began late ends with all
+        axes.plot(epochs, values, label=label, color=color, marker="." if last < 40 else "")
+    axes.set_ylabel(name)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def _epochs(history: History) -> int:
+    return len(history.get("train_loss", []))
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,92 @@
+"""The folder of a run: what it was made with, what it said, what it found, its figures."""
+
+import csv
+import io
+import json
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .callbacks import Callback
+from .plotting import plot_losses, plot_metrics
+
+LOG_FORMAT = "[RANK {}] %(asctime)s %(levelname)s %(name)s: %(message)s"
+SETTINGS = ("accumulate", "clip_norm", "precision", "on_nonfinite", "exchange_every", "seed")
+
+
+class RunFolder(Callback):
+    """Keep config.json, log.txt, history.csv, losses.png and metrics.png in `folder`; on rank 0.
+
+    The log grows with each run that is resumed there, the others are written anew. Without
+    matplotlib there are no figures, and one warning.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._formatter = logging.Formatter(LOG_FORMAT.format(0))
+
+    def log(self, name: str, text: str) -> None:
+        """Add a line to log.txt as said by the logger `name`; one that cannot be is a warning."""
+        record = logging.makeLogRecord({"name": name, "levelname": "INFO", "msg": text})
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
+                file.write(self._formatter.format(record) + "\n")
+        except OSError as error:
+            warnings.warn(f"a line of the log is lost: {error}", stacklevel=2)
+
+    def on_train_start(self) -> None:
+        _replace(self.folder / "config.json", json.dumps(_settings(self.handler), indent=2) + "\n")
+
+    def on_epoch_end(self) -> None:
+        write_history(self.handler.history, self.folder / "history.csv")
+
+    def on_train_end(self) -> None:
+        handler = self.handler
+        if not handler.train_losses:
+            return
+        try:
+            plot_losses(handler.history, self.folder / "losses.png")
+            if handler.metrics:
+                plot_metrics(handler.history, list(handler.metrics), self.folder / "metrics.png")
+        except ImportError as error:
+            warnings.warn(str(error), stacklevel=2)
+
+
+def write_history(history: Mapping[str, Sequence[float]], path: str | Path) -> None:
+    """Write a line for each epoch, a column for each list of `history`; no value: an empty cell."""
+    last = max(map(len, history.values()), default=0)
+    columns = [[""] * (last - len(values)) + [*values] for values in history.values()]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["epoch", *history])
+    writer.writerows(zip(range(1, last + 1), *columns, strict=True))
+    _replace(Path(path), text.getvalue())
+
+
+def _settings(handler: Any) -> dict[str, Any]:
+    loss_fn, scheduler = handler.loss_fn, handler.scheduler
+    return {
+        "model": repr(handler.model).splitlines(),
+        "optimizer": repr(handler.optimizer).splitlines(),
+        "scheduler": None if scheduler is None else type(scheduler).__name__,
+        "loss_fn": getattr(loss_fn, "__qualname__", repr(loss_fn)),
+        "metrics": list(handler.metrics),
+        **{name: getattr(handler, name) for name in SETTINGS},
+        "batch_size": handler.train_loader.batch_size,
+        "world_size": handler.info.world_size,
+        "device": str(handler.device),
+        "torch": torch.__version__,
+    }
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write `text` to `path`, whole at any time: a reader may look while it trains."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

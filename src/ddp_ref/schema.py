@@ -1,0 +1,197 @@
+"""The keys of a configuration: what each may hold, and what it is where it is left out."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+REQUIRED: Any = object()
+DEFAULT_STOPPING = "DefaultEarlyStopping"
+
+
+class Rule(NamedTuple):
+    """What a key may hold: in words, as a test, and what it is where it is left out."""
+
+    allowed: str
+    holds: Callable[[Any], bool]
+    default: Any = REQUIRED
+
+
+class Section(NamedTuple):
+    """Keys under one name; `optional`: None where the whole section is left out."""
+
+    keys: Mapping[str, "Rule | Section"]
+    optional: bool = False
+
+
+Keys = dict[str, Rule | Section]
+
+
+def check_config(config: Any) -> dict[str, Any]:
+    """Return `config` with every key that it leaves out; the argument stays as it is.
+
+    Raises ValueError, in one line that names the key, the value and what is allowed.
+    """
+    checked = _check("the configuration", config, CONFIG)
+    _check_together(checked)
+    return checked
+
+
+def _check(name: str, value: Any, rule: Rule | Section) -> Any:
+    if isinstance(rule, Rule):
+        if not rule.holds(value):
+            raise ValueError(f"{name} must be {rule.allowed}, not {value!r:.80}")
+        return value
+    if value is None and rule.optional:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a mapping of {_list(rule.keys)}, not {value!r:.80}")
+    if unknown := [key for key in value if key not in rule.keys]:
+        raise ValueError(f"{name} has the key {unknown[0]!r}, allowed are {_list(rule.keys)}")
+    within = "" if rule is CONFIG else f"{name}."
+    return {key: _entry(f"{within}{key}", value, key, part) for key, part in rule.keys.items()}
+
+
+def _entry(name: str, section: Mapping[str, Any], key: str, rule: Rule | Section) -> Any:
+    if key in section:
+        return _check(name, section[key], rule)
+    if isinstance(rule, Section):
+        return None if rule.optional else _check(name, {}, rule)
+    if rule.default is REQUIRED:
+        raise ValueError(f"{name} is missing, it must be {rule.allowed}")
+    return copy.copy(rule.default)
+
+
+def _list(keys: Mapping[str, Any]) -> str:
+    return ", ".join(keys)
+
+
+def _check_together(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for keys that do not go with each other."""
+    for name in ("training", "validation", "testing"):
+        section = config[name]
+        if section["prefetch_factor"] is not None and not section["num_workers"]:
+            raise ValueError(f"{name}.prefetch_factor needs num_workers above 0, not 0")
+    for name, report in (("validation", "validator"), ("testing", "tester")):
+        section, device = config[name], config["training"]["device"]
+        if section["data"] and section["fraction"] is not None:
+            raise ValueError(f"{name} has data of its own and a fraction: leave out one of them")
+        if section[report]["device"] not in (None, device):
+            raise ValueError(
+                f"{name}.{report}.device must be training.device, {device!r}, "
+                f"not {section[report]['device']!r}"
+            )
+
+
+def _count(least: int = 1, default: Any = REQUIRED) -> Rule:
+    def holds(value: Any) -> bool:
+        return type(value) is int and value >= least
+
+    return Rule(f"an integer of at least {least}", holds, default)
+
+
+def _flag(default: bool) -> Rule:
+    return Rule("true or false", lambda value: isinstance(value, bool), default)
+
+
+def _one_of(*values: str) -> Rule:
+    return Rule(" or ".join(values), lambda value: value in values, values[0])
+
+
+def _or_null(rule: Rule, default: Any = None) -> Rule:
+    return Rule(f"{rule.allowed}, or null", lambda v: v is None or rule.holds(v), default)
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and bool(torch.device(value.replace("gpu", "cuda")))
+    except RuntimeError:
+        return False
+
+
+def _is_port(value: Any) -> bool:
+    digits = str(value)
+    return type(value) in (int, str) and digits.isdecimal() and 0 < int(digits) < 2**16
+
+
+def _is_functions(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(map(callable, value.values()))
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+TEXT = Rule("a string", lambda value: isinstance(value, str))
+DEVICE = _or_null(Rule('a device, such as "cpu", "cuda" or "cuda:1"', _is_device))
+ARGS = Rule("a list", lambda value: isinstance(value, list), [])
+KWARGS = Rule("a mapping", lambda value: isinstance(value, Mapping), {})
+FUNCTION = Rule("a function, by !pyobject", callable)
+OBJECT: Keys = {"type": Rule("a class or function, by !pyobject", callable)}
+OBJECT |= {"args": ARGS, "kwargs": KWARGS}
+STOPPING: Keys = {
+    "type": Rule(
+        f'"{DEFAULT_STOPPING}" or a class, by !pyobject',
+        lambda value: callable(value) or value == DEFAULT_STOPPING,
+    ),
+    "args": ARGS,
+    "kwargs": KWARGS,
+}
+LOADING: Keys = {
+    "num_workers": _count(0, 0),
+    "pin_memory": _flag(False),
+    "prefetch_factor": _or_null(_count()),
+}
+EVALUATION: Keys = LOADING | {
+    "batch_size": _or_null(_count()),
+    "data": Section(OBJECT, optional=True),
+    "fraction": _or_null(
+        Rule("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value < 1)
+    ),
+    "drop_last": Rule("false, every item is looked at", lambda value: value is False, False),
+}
+CONFIG = Section(
+    {
+        "data": Section(OBJECT),
+        "model": Section(OBJECT),
+        "criterion": FUNCTION,
+        "metrics": Rule("a mapping of names to functions, by !pyobject", _is_functions, {}),
+        "parallel": Section(
+            {
+                "world_size": _or_null(_count()),
+                "rank": _or_null(_count(0)),
+                "master_addr": _or_null(TEXT),
+                "master_port": _or_null(Rule("a port from 1 to 65535", _is_port)),
+                "output_device": _or_null(_count(0)),
+                "find_unused_parameters": _flag(False),
+            }
+        ),
+        "training": Section(
+            LOADING
+            | {
+                "seed": _count(0, 0),
+                "device": DEVICE,
+                "path": _or_null(TEXT),
+                "num_epochs": _count(),
+                "batch_size": _count(),
+                "optimizer_type": Rule("an optimizer, by !pyobject", _is_optimizer),
+                "optimizer_args": ARGS,
+                "optimizer_kwargs": KWARGS,
+                "drop_last": _flag(False),
+                "checkpoint_at": _or_null(_count(), 1),
+                "accumulate": _count(1, 1),
+                "clip_norm": _or_null(Rule("a number above 0", _is_number)),
+                "precision": _one_of("fp32", "bf16", "fp16"),
+                "on_nonfinite": _one_of("raise", "skip"),
+            }
+        ),
+        "validation": Section(EVALUATION | {"validator": Section({"device": DEVICE})}),
+        "testing": Section(EVALUATION | {"tester": Section({"device": DEVICE})}),
+        "early_stopping": Section(STOPPING, optional=True),
+    }
+)
