@@ -56,7 +56,10 @@ def main():
     parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE: training.batch_size=64")
     args = parser.parse_args()
     allow = "torch", "datautils", "__main__"  # what the file may name
-    config = load_config(args.config, allow, overrides=args.set)
+    try:
+        config = load_config(args.config, allow, overrides=args.set)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     if args.nproc is None:
         train(detect_launch().rank, config)
     else:

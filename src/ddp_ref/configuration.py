@@ -25,9 +25,9 @@ TAG = "!pyobject"
 
 # Of torch and of this package only what a training run is made of: both have functions that run
 # commands or unpickle their arguments.
-TORCH = ("torch.nn", "torch.optim", "torch.utils.data")
+TORCH = ("torch.nn", "torch.optim", "torch.utils.data.dataset")  # datapipes unpickle
 PARTS = (nn.Module, Optimizer, LRScheduler, Dataset)
-EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+")  # a string to YAML 1.1
+EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")  # a string to YAML 1.1
 
 
 def load_config(
@@ -119,7 +119,10 @@ def resolve(name: str, allow: Sequence[str] = ALLOW) -> Any:
         found = _step(found, part)
         home = _home(found)
         if not any(_under(home, prefix) for prefix in allow):
-            raise ValueError(f"it is of the module {home}, which is not under {', '.join(allow)}")
+            raise ValueError(
+                f"it is of the module {home}, allowed are those under {', '.join(allow)}: "
+                "add it to allow if you trust it"
+            )
     _check_kind(found)
     return found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -77,6 +78,8 @@ class Handler:
             self.device = self.info.device
         else:
             self.device = wanted
+        if self.info.distributed and self.device.type == "cpu" and dist.get_backend() == "nccl":
+            raise ValueError("the open group is nccl's, for CUDA: leave out device, or cleanup_ddp")
         self.optimizer, self.loss_fn, self.metrics = optimizer, loss_fn, dict(metrics or {})
         self.accumulate, self.exchange_every, self.seed = accumulate, exchange_every, seed
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
@@ -145,10 +148,12 @@ class Handler:
             return None
 
     def set_train_loader(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> None:
-        """Train on `dataset`, `batch_size` samples a rank and batch.
+        """Train on `dataset`, the same on all ranks, `batch_size` samples a rank and batch.
 
-        `loader` takes what DataLoader takes. Raises ValueError as data.train_loader does.
+        `loader` takes what DataLoader takes. Raises ValueError as data.train_loader does, and
+        where the ranks have data sets of different lengths.
         """
+        self._check_same_length(dataset)
         self.train_loader = train_loader(
             dataset,
             batch_size,
@@ -474,6 +479,7 @@ class Handler:
             return outputs_in_order(function, batches, self.device, self.info.distributed)
 
     def _shard(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> DataLoader[Any]:
+        self._check_same_length(dataset)
         world_size = self.info.world_size
         return shard_loader(dataset, batch_size, rank=self.rank, world_size=world_size, **loader)
 
@@ -512,6 +518,20 @@ class Handler:
         check_count("exchange_every", self.exchange_every)
         if "loss" in self.metrics:
             raise ValueError('a metric cannot be named "loss", the loss is: choose another name')
+
+    def _check_same_length(self, dataset: Dataset[Any]) -> None:
+        """Raise ValueError, on all ranks, unless they have as many items: they would hang."""
+        length = len(dataset) if hasattr(dataset, "__len__") else -1
+        if not self.info.distributed:
+            return
+        bounds = torch.tensor([length, -length], device=self.device)
+        dist.all_reduce(bounds, dist.ReduceOp.MAX)
+        most, least = bounds[0].item(), -bounds[1].item()
+        if most != least:
+            raise ValueError(
+                f"all ranks must have the same data, this one has {length} items, others {least} "
+                f"to {most}: seed what draws it, and wait for what writes it"
+            )
 
     def _new_sums(self) -> Sums:
         return Sums(["loss", *self.metrics], self.device)

@@ -87,7 +87,7 @@ class TrainerDDP:
         test_loader = shard_loader(
             test_set, size("testing"), rank=0, world_size=1, **self._loading("testing")
         )
-        assert handler.train_loader and handler.val_loader
+        assert handler.train_loader is not None and handler.val_loader is not None
         self._loaders = [handler.train_loader, handler.val_loader]
         return handler.train_loader, handler.val_loader, test_loader
 

@@ -1,0 +1,248 @@
+"""The YAML of a run: what it may name, what its keys may hold, and what it says of a mistake."""
+
+import sys
+
+import pytest
+import torch
+import yaml
+from harness import run
+from torch import nn
+
+import ddp_ref
+from ddp_ref import get_loader, load_config
+from ddp_ref.configuration import dump_config
+
+LEAST = """
+data: {type: !pyobject training_job.Points, args: [9]}
+model: {type: !pyobject torch.nn.Linear, args: [4, 2]}
+criterion: !pyobject torch.nn.CrossEntropyLoss
+training:
+  num_epochs: 2
+  batch_size: 3
+  optimizer_type: !pyobject torch.optim.SGD
+"""
+ALLOW = ("torch", "__main__", "training_job")
+
+
+def read(text, folder, **options):
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return load_config(path, ALLOW, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("torch.optim.AdamW", torch.optim.AdamW),
+        ("torch.nn.Linear", nn.Linear),
+        ("torch.nn.functional.mse_loss", nn.functional.mse_loss),
+        ("torch.optim.lr_scheduler.StepLR", torch.optim.lr_scheduler.StepLR),
+        ("torch.utils.data.TensorDataset", torch.utils.data.TensorDataset),
+        ("torch.float64", torch.float64),
+        (f"{ddp_ref.__name__}.EarlyStopping", ddp_ref.EarlyStopping),
+    ],
+)
+def test_names_of_what_a_run_is_made_of(name, expected):
+    assert yaml.load(f"!pyobject {name}", get_loader()) is expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os.system",
+        "builtins.eval",
+        "torchvision.models.resnet18",
+        "torch",
+        "torch.",
+        "torch..nn",
+        "",
+        # Through a module that is allowed:
+        "torch.serialization.os.system",
+        "torch.nn.functional.importlib.import_module",
+        "torch.optim.swa_utils.deepcopy",
+        "__main__.os.system",
+        "__main__.system",
+        "__main__.alias.system",
+        # Through attributes:
+        "__main__.function.__globals__",
+        "__main__.function.__globals__.os",
+        "__main__.__builtins__",
+        "__main__.__dict__",
+        "torch.nn.Linear.__init__.__globals__",
+        "torch.nn.Linear.__subclasses__",
+        "torch._C",
+        # Functions of torch and of the package that run or unpickle what they are given:
+        "torch.hub.load",
+        "torch.load",
+        "torch.utils.collect_env.run",
+        "torch.utils.cpp_extension.load_inline",
+        "torch.utils.data.datapipes.utils.decoder.basichandlers",
+        "torch.utils.data.datapipes.iter.routeddecoder.RoutedDecoderIterDataPipe",
+        "torch.nn.functional.boolean_dispatch",
+        "torch.nn.functional.handle_torch_function",
+        "torch.jit.ScriptModule",
+        "torch.fx.GraphModule",
+        "ddp_ref.pickling.loads",
+        "ddp_ref.run_ranks",
+        "ddp_ref.worker.subprocess.Popen",
+        "ddp_ref.launch.Worker",
+        "__main__.nothing",
+        "torch.nn.Nothing",
+        "torch.nothing.Nothing",
+    ],
+)
+def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch, tmp_path):
+    main = sys.modules["__main__"]
+    import os
+
+    def function():
+        """Its globals hold all that this test has imported."""
+
+    function.__module__ = "__main__"
+    for attribute, value in {"os": os, "system": os.system, "function": function}.items():
+        monkeypatch.setattr(main, attribute, value, raising=False)
+    monkeypatch.setattr(main, "alias", sys.modules["os"], raising=False)
+    text = f'a: 1\nb: !pyobject "{name}"'
+    with pytest.raises(ValueError, match="line 2: !pyobject") as caught:
+        yaml.load(text, get_loader())
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:os.system ['true']",
+        "!!python/name:os.system",
+        "!pyobject [os, system]",
+        "!pyobject {os: system}",
+    ],
+)
+def test_other_tags_are_refused(text):
+    with pytest.raises(yaml.YAMLError):
+        yaml.load(text, get_loader())
+
+
+def test_main_is_the_script_that_reads(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def other(): pass\nimport torch.hub\nload = torch.hub.load\n"
+    )
+    (tmp_path / "script.py").write_text("""
+import yaml
+from ddp_ref import get_loader
+from mine import other
+
+def function():
+    pass
+
+class Outer:
+    class Inner:
+        pass
+
+def read(name, **allow):
+    return yaml.load("!pyobject " + name, get_loader(**allow))
+
+assert read("__main__.function") is function
+assert read("__main__.Outer.Inner") is Outer.Inner
+assert read("mine.other", allow=("mine",)) is other
+for name, allow in [("__main__.other", ("__main__",)), ("mine.load", ("mine", "torch"))]:
+    try:
+        print(read(name, allow=allow))
+    except ValueError:
+        continue
+    raise AssertionError(name)
+""")
+    ended = run(sys.executable, "script.py", cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+
+
+def test_numbers_and_keys_are_read_as_they_are_meant():
+    loader = get_loader()
+    text = "[1e-3, 1E5, -2.5e+3, 1e3x, 1_0, 3, x, null]"
+    assert yaml.load(text, loader) == [1e-3, 1e5, -2500.0, "1e3x", 10, 3, "x", None]
+    assert yaml.load("{a: &x {b: 1}, c: {<<: *x, d: 2}}", loader)["c"] == {"b": 1, "d": 2}
+    with pytest.raises(ValueError, match="line 3: the key lr is there twice"):
+        yaml.load("a:\n  lr: 1\n  lr: 2\n", loader)
+    assert yaml.safe_load("1e-3") == "1e-3"  # PyYAML's own loader is as it was
+
+
+def test_what_is_left_out_is_filled_in(tmp_path):
+    config = read(LEAST, tmp_path)
+    assert config["training"]["optimizer_kwargs"] == {} and config["training"]["checkpoint_at"] == 1
+    assert config["validation"]["batch_size"] is None and config["early_stopping"] is None
+    assert config["parallel"]["world_size"] is None and config["model"]["args"] == [4, 2]
+    other = read(LEAST, tmp_path)
+    other["training"]["optimizer_kwargs"]["lr"] = 1
+    assert read(LEAST, tmp_path) == config  # no default is shared
+
+
+def test_overrides(tmp_path):
+    overrides = ["training.num_epochs=7", "early_stopping.type=DefaultEarlyStopping"]
+    overrides += ["training.path=", "training.optimizer_kwargs.lr=1e-2"]
+    config = read(LEAST, tmp_path, overrides=overrides)
+    assert config["training"]["num_epochs"] == 7 and config["training"]["path"] is None
+    assert config["training"]["optimizer_kwargs"] == {"lr": 0.01}
+    assert config["early_stopping"]["type"] == "DefaultEarlyStopping"
+    for override, text in [
+        ("training.epochs=7", "training has the key 'epochs', allowed are"),
+        ("criterion.x=1", r"criterion\.x cannot be set"),
+        ("training=1", "training must be a mapping"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            read(LEAST, tmp_path, overrides=[override])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (("num_epochs: 2", "num_epochs: two"), r"training\.num_epochs must be an integer .*'two'"),
+        (("num_epochs: 2", "num_epochs: true"), "integer of at least 1, not True"),
+        (("batch_size: 3", "batch_size: 0"), r"training\.batch_size must .* at least 1, not 0"),
+        (("  batch_size: 3\n", ""), r"training\.batch_size is missing, it must be an integer"),
+        (("batch_size", "batchsize"), "training has the key 'batchsize', allowed are .*num_epochs"),
+        (("torch.optim.SGD", "torch.nn.Linear"), r"optimizer_type must be an optimizer"),
+        (("type: !pyobject torch.nn.Linear", "type: GNNModel"), r"model\.type must .* 'GNNModel'"),
+        (("args: [4, 2]", "args: 4"), r"model\.args must be a list, not 4"),
+        (("training:", "parallel: 3\ntraining:"), "parallel must be a mapping of world_size, rank"),
+        (("training:", "metrics: [1]\ntraining:"), "metrics must be a mapping of names"),
+        (("training:", "training:\n  device: tpux"), r"training\.device must be a device"),
+        (("training:", "training:\n  clip_norm: -1"), r"clip_norm must be a number above 0, or nu"),
+        (("training:", "training:\n  precision: fp8"), "must be fp32 or bf16 or fp16, not 'fp8'"),
+        (("training:", "training:\n  prefetch_factor: 2"), "prefetch_factor needs num_workers"),
+        (("training:", "parallel: {master_port: 99999}\ntraining:"), "must be a port from 1"),
+        (("training:", "parallel: {master_port: '1x'}\ntraining:"), "must be a port from 1"),
+        (("training:", "validation: {drop_last: true}\ntraining:"), "every item is looked at"),
+        (("training:", "validation: {fraction: 1}\ntraining:"), "a number from 0 to 1"),
+        (
+            ("training:", "validation: {validator: {device: cuda}}\ntraining:"),
+            "must be training.de",
+        ),
+        (
+            (
+                "training:",
+                "testing: {fraction: 0, data: {type: !pyobject torch.nn.Linear}}\ntraining:",
+            ),
+            "testing has data of its own and a fraction",
+        ),
+        ((LEAST, ""), "the configuration must be a mapping of data, model.*, not None"),
+        ((LEAST, "a: ["), "config.yaml: while parsing"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(tmp_path, change, text):
+    with pytest.raises(ValueError, match=text) as caught:
+        read(LEAST.replace(*change), tmp_path)
+    assert "config.yaml: " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_written_is_read(tmp_path):
+    config = read(LEAST, tmp_path, overrides=["training.optimizer_kwargs.lr=1e-7"])
+    config["model"]["kwargs"] = {"dtype": torch.float64}
+    dump_config(config, tmp_path / "new" / "b.yaml")
+    assert load_config(tmp_path / "new" / "b.yaml", ALLOW) == config
+
+
+def test_without_pyyaml_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match="pip install PyYAML"):
+        get_loader()
+    with pytest.raises(TypeError, match="a list of module names, not the string 'torch'"):
+        get_loader("torch")

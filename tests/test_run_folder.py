@@ -1,0 +1,164 @@
+"""What a run leaves in its folder: configuration, log, history, figures, checkpoints."""
+
+import csv
+import json
+import math
+import re
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+from training_job import Points, job
+
+from ddp_ref import Callback, Checkpoint, LearningRateMonitor, run_ranks
+from ddp_ref.plotting import _figure
+from ddp_ref.run_folder import write_history
+
+LIMIT = timedelta(minutes=2)
+LINE = re.compile(r"\[RANK 0\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ddp_ref\.handler: (.+)")
+
+
+def rows(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def log(folder):
+    return [LINE.fullmatch(line)[1] for line in (folder / "log.txt").read_text().splitlines()]
+
+
+def test_a_folder_of_a_run_on_two_ranks_and_of_its_resumption(tmp_path):
+    def work(epochs, at_once):
+        handler = job(12, 2, callbacks=[LearningRateMonitor()], run_dir=tmp_path / "run")
+        handler.set_val_loader(Points(5), 2)
+        handler.load(tmp_path / "run")
+        handler.train(epochs)
+        return handler.history
+
+    history, other = run_ranks(work, 2, None, nproc=2, timeout=LIMIT)
+    assert history == other and len(history["val_accuracy"]) == 2
+    history, _ = run_ranks(work, 3, None, nproc=2, timeout=LIMIT)
+    folder = tmp_path / "run"
+    names = {"config.json", "history.csv", "log.txt", "losses.png", "metrics.png"}
+    steps = {f"step_{step:09}.pt" for step in (3, 6, 9)}
+    assert {path.name for path in folder.iterdir()} == names | steps
+    for name in ("losses.png", "metrics.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    table = rows(folder / "history.csv")
+    assert [row.pop("epoch") for row in table] == ["1", "2", "3"]
+    assert {name: [float(row[name]) for row in table] for name in table[0]} == history
+
+    settings = json.loads((folder / "config.json").read_text())
+    assert (settings["world_size"], settings["batch_size"], settings["seed"]) == (2, 2, 0)
+    assert settings["optimizer"][0] == "SGD (" and settings["loss_fn"] == "cross_entropy"
+    lines = log(folder)
+    assert lines[0].endswith("a fresh start")
+    assert lines[1].startswith("epoch 1 | train_loss ") and "val_accuracy 0." in lines[1]
+    loaded = lines.index(f"{folder / 'step_000000006.pt'}: epoch 2, step 6")
+    assert lines[loaded + 1].startswith("epoch 3 | ") and lines[-1].startswith("saved ")
+
+
+class Fails(Callback):
+    def on_step_end(self):
+        if self.handler.step == 5:
+            raise KeyError("of a callback")
+
+
+def test_what_ended_a_run_is_in_its_log(tmp_path):
+    with pytest.raises(KeyError):
+        job(12, 2, callbacks=[Fails()], run_dir=tmp_path, exchange_every=1).train(3)
+    assert log(tmp_path)[-1] == "ended by KeyError: 'of a callback'"
+    assert not list(tmp_path.glob("*.pt"))  # of the first epoch nothing was whole
+
+
+def test_a_checkpoint_callback_keeps_its_own_folder(tmp_path):
+    job(12, 2, callbacks=[Checkpoint(tmp_path / "a")], run_dir=tmp_path / "b").train(1)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["step_000000006.pt"]
+    assert not list((tmp_path / "b").glob("*.pt"))
+
+
+def test_a_folder_that_cannot_be_is_an_error_before_any_training(tmp_path):
+    (tmp_path / "file").touch()
+    handler = job(12, 2, run_dir=tmp_path / "file")
+    with (
+        pytest.warns(UserWarning, match="a line of the log is lost"),
+        pytest.raises(FileExistsError),
+    ):
+        handler.train(1)
+    assert handler.step == 0
+
+
+def test_without_matplotlib_one_warning_and_all_else(tmp_path, monkeypatch):
+    for name in list(sys.modules):
+        if name.split(".")[0] == "matplotlib":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    handler = job(12, 2, run_dir=tmp_path)
+    with pytest.warns(UserWarning, match="figures need matplotlib: pip install matplotlib") as all_:
+        handler.train(1)
+    assert len(all_) == 1 and (tmp_path / "history.csv").exists()
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        handler.plot_losses(tmp_path / "losses.png")
+
+
+def test_a_list_that_began_late_belongs_to_the_last_epochs(tmp_path):
+    history = {"train_loss": [3.0, 2.0, 1.0], "val_loss": [5.0, 4.0]}
+    write_history(history, tmp_path / "a.csv")
+    assert [row["val_loss"] for row in rows(tmp_path / "a.csv")] == ["", "5.0", "4.0"]
+    (axes,) = _figure(history, ["loss"]).axes
+    drawn = {line.get_label(): [list(axis) for axis in line.get_data()] for line in axes.lines}
+    assert drawn == {
+        "training": [[1, 2, 3], [3.0, 2.0, 1.0]],
+        "validation": [[2, 3], [5.0, 4.0]],
+    }
+    assert axes.get_xlabel() == "epoch" and axes.get_ylabel() == "loss"
+
+
+def test_learning_rates_begin_with_their_callback(tmp_path):
+    job(12, 2, run_dir=tmp_path).train(2)
+    handler = job(12, 2, run_dir=tmp_path, callbacks=[LearningRateMonitor()])
+    handler.load(tmp_path)
+    handler.train(3)
+    rates = handler.history["lr"]
+    assert [math.isnan(rate) for rate in rates] == [True, True, False] and rates[2] == 0.1
+
+
+def test_figures_in_the_format_of_their_name(tmp_path):
+    handler = job(12, 2)
+    with pytest.raises(ValueError, match="nothing to draw before the first epoch"):
+        handler.plot_losses(tmp_path / "a.png")
+    handler.set_val_loader(Points(5), 2)
+    handler.train(3)
+    handler.plot_losses(tmp_path / "new" / "a.svg")
+    assert "<svg" in (tmp_path / "new" / "a.svg").read_text()
+    handler.plot_metrics(tmp_path / "a.pdf")
+    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
+    with pytest.raises(ValueError, match="no metrics to draw"):
+        job(12, 2, metrics={}).plot_metrics(tmp_path / "b.png")
+    with pytest.raises(ValueError, match="is not supported"):
+        handler.plot_losses(tmp_path / "a.table")
+
+
+def test_figures_are_drawn_by_rank_0_and_an_error_is_everybodys(tmp_path):
+    def work():
+        handler = job(12, 2)
+        with pytest.raises(ValueError, match="nothing to draw"):
+            handler.plot_losses(tmp_path / "a.png")
+        handler.train(1)
+        handler.plot_metrics(tmp_path / "a.png")
+        with pytest.raises(FileExistsError):
+            handler.plot_losses("/dev/null/a.png")
+        return (tmp_path / "a.png").exists()
+
+    assert run_ranks(work, nproc=2, timeout=LIMIT) == [True, True]
+
+
+def test_the_lowest_validation_loss_is_marked(tmp_path):
+    handler = job(12, 2)
+    handler.set_val_loader(Points(5), 2)
+    handler.train(1)
+    handler.history |= {"train_loss": [3.0, 2.0, 1.0], "val_loss": [2.0, torch.nan, 4.0]}
+    handler.plot_losses(tmp_path / "a.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert "lowest: 2, epoch 1" in text

@@ -1,0 +1,292 @@
+"""TrainerDDP: what the guide's two scripts and its YAML do; one split for all ranks."""
+
+import csv
+import math
+import os
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run, torchrun
+from torch import nn
+from torch.utils.data import Dataset
+from training_job import Points, accuracy, network
+
+from ddp_ref import TrainerDDP, run_ranks
+
+LIMIT = timedelta(minutes=2)
+
+# The guide's sections and keys, all of them; its calls, in its order.
+CONFIG = """
+criterion: !pyobject __main__.compute_loss
+data: {type: !pyobject __main__.Points, args: [300]}
+model: {type: !pyobject __main__.Model}
+parallel:
+  world_size: 3
+  rank: null
+  master_addr: "localhost"
+  master_port: "12355"
+  output_device: null
+  find_unused_parameters: false
+training:
+  seed: 42
+  device: "cpu"
+  path: out
+  num_epochs: 4
+  batch_size: 8
+  optimizer_type: !pyobject torch.optim.AdamW
+  optimizer_args: []
+  optimizer_kwargs: {lr: 1e-2, weight_decay: 0.00005}
+  num_workers: 1
+  pin_memory: true
+  drop_last: true
+  prefetch_factor: 2
+  checkpoint_at: 3
+validation:
+  {batch_size: 8, num_workers: 0, pin_memory: true, drop_last: false, validator: {device: cpu}}
+testing:
+  {batch_size: 8, num_workers: 0, pin_memory: true, drop_last: false, tester: {device: cpu}}
+early_stopping: {type: "DefaultEarlyStopping", args: [], kwargs: {patience: 5}}
+"""
+SCRIPT = """
+import logging, os, socket, sys
+import torch, yaml
+import torch.multiprocessing as mp
+import training_job
+from ddp_ref import TrainerDDP, cleanup_ddp, get_loader, initialize_ddp, setup_logging
+
+def compute_loss(outputs, targets):
+    return torch.nn.functional.cross_entropy(outputs, targets)
+
+class Points(training_job.Points):
+    pass
+
+class Model(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+def read(world_size):
+    with open("config.yaml") as file:
+        config = yaml.load(file, get_loader())
+    config["parallel"]["world_size"] = world_size
+    return config
+
+def train(rank, config):
+    setup_logging(rank)
+    logger = logging.getLogger(__name__)
+    try:
+        trainer = TrainerDDP(rank=rank, config=config)
+        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+        sizes = [len(loader.dataset) for loader in (train_loader, val_loader, test_loader)]
+        logger.info("sizes: %s", sizes)
+        train_results, val_results = trainer.run_training(train_loader, val_loader)
+        assert len(train_results) == len(val_results) == 4
+        if rank == 0:
+            print(trainer.run_test(test_loader)["loss"])
+    finally:
+        cleanup_ddp()
+
+def spawned(rank, world_size, config, port):
+    initialize_ddp(rank=rank, world_size=world_size, master_addr="localhost", master_port=port)
+    train(rank, config)
+
+def launched():
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    initialize_ddp(rank=rank, world_size=world_size)
+    train(rank, read(world_size))
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        launched()
+    else:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
+        mp.spawn(spawned, (2, read(2), port), nprocs=2, join=True)
+"""
+
+
+def test_the_guides_two_scripts(tmp_path):
+    """Spawn and torchrun run them, and find the same numbers, bit for bit."""
+    tests = {"PYTHONPATH": str(Path(__file__).parent)}
+    found = []
+    for name, command in [
+        ("spawn", [sys.executable, tmp_path / "script.py"]),
+        ("torchrun", torchrun(2, tmp_path / "script.py")),
+    ]:
+        (tmp_path / "script.py").write_text(SCRIPT)
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.yaml").write_text(CONFIG)
+        ended = run(*command, cwd=folder, env=tests)
+        assert ended.code == 0, ended.stderr
+        assert "[RANK 0]" in ended.stderr and "[RANK 1]" not in ended.stderr
+        assert "sizes: [240, 30, 30]" in ended.stderr
+        found.append((ended.stdout, (folder / "out" / "history.csv").read_text()))
+        assert {path.name for path in (folder / "out").iterdir()} == {
+            *("config.json", "config.yaml", "history.csv", "log.txt", "losses.png"),
+            *("step_000000045.pt", "step_000000060.pt"),
+        }
+        check_log(folder / "out" / "log.txt", float(ended.stdout))
+        check_history(found[-1][1])
+    assert found[0] == found[1]
+
+
+def check_log(path, test_loss):
+    lines = path.read_text().splitlines()
+    pattern = r"\[RANK 0\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO [\w.]+: .+"
+    assert all(re.fullmatch(pattern, line) for line in lines)
+    assert sum("Validation: loss=0." in line and " ± 0." in line for line in lines) == 4
+    assert f"Test: loss={test_loss:.3f} ± " in lines[-1]
+
+
+def check_history(text):
+    rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(text.splitlines())]
+    assert list(rows[0]) == ["epoch", "train_loss", "val_loss", "val_loss_std"]
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
+    assert rows[-1]["val_loss"] < rows[0]["val_loss"] and rows[0]["val_loss_std"] > 0
+
+
+def configuration(**training):
+    """Return the smallest configuration of a run in this process."""
+    required = {"optimizer_type": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}}
+    required |= {"num_epochs": 3, "batch_size": 4, "device": "cpu"}
+    return {
+        "data": {"type": Points, "args": [50]},
+        "model": {"type": network},
+        "criterion": nn.CrossEntropyLoss,
+        "metrics": {"accuracy": accuracy},
+        "training": required | training,
+        "testing": {"batch_size": 3},
+    }
+
+
+def test_results_are_the_means_and_the_spread_over_batches():
+    trainer = TrainerDDP(0, configuration())
+    loaders = trainer.prepare_dataloaders()
+    assert [len(loader.dataset) for loader in loaders] == [40, 5, 5]
+    before = [value.clone() for value in trainer.handler.model.parameters()]
+    train_results, val_results = trainer.run_training(*loaders[:2])
+    pairs = zip(before, trainer.handler.model.parameters(), strict=True)
+    assert all(not torch.equal(*pair) for pair in pairs)
+    assert [list(row) for row in train_results] == [["loss", "accuracy"]] * 3
+    assert train_results[-1]["loss"] == trainer.handler.train_losses[-1]
+
+    for found, loader in (
+        (val_results[-1], loaders[1]),
+        (trainer.run_test(loaders[2]), loaders[2]),
+    ):
+        losses, right, count = [], 0.0, 0
+        with torch.no_grad():
+            for inputs, targets in loader:
+                outputs = trainer.handler.model(inputs)
+                losses.append((nn.functional.cross_entropy(outputs, targets).item(), len(targets)))
+                right += accuracy(outputs, targets).item() * len(targets)
+                count += len(targets)
+        mean = sum(loss * number for loss, number in losses) / count
+        center = sum(loss for loss, _ in losses) / len(losses)
+        spread = math.sqrt(sum((loss - center) ** 2 for loss, _ in losses) / len(losses))
+        assert len(losses) == 2 and spread > 0
+        expected = {"loss": mean, "accuracy": right / count, "loss_std": spread}
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Drawn(Dataset):
+    """Numbers that nobody has seeded, as in the tutorial; `more` items on a rank above 0."""
+
+    def __init__(self, size, more=0):
+        self.items = torch.rand(size + more * int(os.environ["RANK"]), 4)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index], (self.items[index].sum() > 2).long()
+
+
+def test_the_split_is_the_same_on_all_ranks_and_nothing_leaks():
+    def work():
+        config = configuration()
+        trainer = TrainerDDP(
+            int(os.environ["RANK"]), config | {"data": {"type": Drawn, "args": [37]}}
+        )
+        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+        parts = [loader.dataset for loader in (val_loader, test_loader)]
+        parts.insert(0, train_loader.dataset.dataset)
+        items = [torch.stack([inputs for inputs, _ in part]) for part in parts]
+        seen = torch.cat([inputs for inputs, _ in train_loader])
+        config = config | {"data": {"type": Drawn, "args": [37, 1]}}
+        with pytest.raises(ValueError, match="all ranks must have the same data"):
+            TrainerDDP(trainer.info.rank, config).prepare_dataloaders()
+        return items, seen
+
+    ranks = run_ranks(work, nproc=3, timeout=LIMIT)
+    for items, _ in ranks:
+        assert [len(part) for part in items] == [29, 4, 4]
+        assert all(torch.equal(*pair) for pair in zip(items, ranks[0][0], strict=True))
+    assert len(torch.cat(ranks[0][0]).unique(dim=0)) == 37
+    seen = torch.cat([own for _, own in ranks]).unique(dim=0)
+    assert torch.equal(seen, ranks[0][0][0].unique(dim=0))  # the training part, and no other item
+
+
+def test_data_of_its_own_for_validation_and_none_for_testing():
+    config = configuration()
+    config["validation"] = {"data": {"type": Points, "args": [7]}}
+    config["testing"] = {"fraction": 0}
+    trainer = TrainerDDP(0, config)
+    loaders = trainer.prepare_dataloaders()
+    assert [len(loader.dataset) for loader in loaders] == [50, 7, 0]
+    assert loaders[0].dataset.dataset.noise == 0  # the whole data set as it is, in its order
+    config["validation"] = {"fraction": 0}
+    trainer = TrainerDDP(0, config)
+    train_results, val_results = trainer.run_training(*trainer.prepare_dataloaders()[:2])
+    assert len(train_results) == 3 and val_results == []
+    assert math.isnan(trainer.run_test(loaders[2])["loss"])
+
+
+def test_it_stops_early_saves_and_goes_on(tmp_path):
+    config = configuration(path=str(tmp_path), num_epochs=50, checkpoint_at=None)
+    stopping = {"type": "DefaultEarlyStopping", "kwargs": {"patience": 2, "min_delta": 10.0}}
+    trainer = TrainerDDP(0, config | {"early_stopping": stopping})
+    _, val_results = trainer.run_training(*trainer.prepare_dataloaders()[:2])
+    assert len(val_results) == 3
+    config["training"]["num_epochs"] = 5
+    trainer = TrainerDDP(0, config)
+    resumed = trainer.run_training(*trainer.prepare_dataloaders()[:2])
+    unbroken = TrainerDDP(0, configuration(num_epochs=5))
+    assert resumed == unbroken.run_training(*unbroken.prepare_dataloaders()[:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"parallel": {"rank": 2}}, r"parallel\.rank is 2, but TrainerDDP got rank 0"),
+        ({"parallel": {"output_device": 1}}, r"parallel\.output_device is 1, but this rank"),
+        ({"parallel": {"world_size": 2}}, "master"),
+        ({"model": {"type": dict}}, r"model\.type must make a module, not a dict"),
+        ({"early_stopping": {"type": dict}}, r"early_stopping\.type must make a Callback"),
+    ],
+)
+def test_what_does_not_fit_this_process_is_refused(change, text):
+    with pytest.raises(ValueError, match=text):
+        TrainerDDP(0, configuration() | change)
+
+
+def test_a_wrong_rank_or_loader_is_refused():
+    with pytest.raises(ValueError, match="got rank 1, but this process is rank 0"):
+        TrainerDDP(1, configuration())
+    trainer = TrainerDDP(0, configuration())
+    train_loader, val_loader, _ = trainer.prepare_dataloaders()
+    with pytest.raises(ValueError, match="the two loaders that prepare_dataloaders returned"):
+        trainer.run_training(val_loader, train_loader)
+
+
+def test_a_world_size_that_is_not_the_launchers_is_refused():
+    def work():
+        with pytest.raises(ValueError, match=r"world_size is 3, but the launcher started 2"):
+            TrainerDDP(int(os.environ["RANK"]), configuration() | {"parallel": {"world_size": 3}})
+
+    run_ranks(work, nproc=2, timeout=LIMIT)
