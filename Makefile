@@ -10,7 +10,7 @@ READY := .venv/.ready
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm test test-full lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference test test-full lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -41,6 +41,9 @@ run-slurm: $(READY)  ## train on two nodes of a Slurm cluster
 		echo "  $(TORCHRUN) scripts/multinode_slurm.py" >&2; exit 1; }
 	srun --nodes=2 --ntasks-per-node=$(NPROC) $(BIN)/python scripts/multinode_slurm.py $(ARGS)
 
+run-reference: $(READY)  ## train in NPROC processes with ddp_ref, from a YAML file
+	$(BIN)/python scripts/train_reference.py --config scripts/configs/digits.yaml --nproc $(NPROC) $(ARGS)
+
 test: $(READY)  ## run all tests: real processes, no root needed, at most 10 minutes
 	$(BIN)/python -m pytest -m 'not full' $(ARGS)
 
@@ -56,6 +59,6 @@ format: $(READY)  ## format the code and mend what lint can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:  ## remove .venv, caches, checkpoint.pt and snapshot.pt
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt snapshot.pt *.egg-info
+clean:  ## remove .venv, caches, checkpoint.pt, snapshot.pt and runs
+	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt snapshot.pt *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

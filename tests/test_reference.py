@@ -1,0 +1,86 @@
+"""train_reference.py: one file alone, with --nproc and under torchrun; the ladder's own weights."""
+
+import re
+import sys
+
+import pytest
+import torch
+from harness import SCRIPTS, run, torchrun
+
+SCRIPT, CONFIG = SCRIPTS / "train_reference.py", SCRIPTS / "configs" / "digits.yaml"
+EPOCHS = "training.num_epochs=3"
+TEST = re.compile(r"test loss ([\d.]+) \| test accuracy ([\d.]+)\n")
+
+
+def train(folder, *command, settings=(EPOCHS,)):
+    """Run the script to its end in `folder` and return what it printed."""
+    folder.mkdir(exist_ok=True)
+    ended = run(*command, "--config", CONFIG, "--set", *settings, cwd=folder)
+    assert ended.code == 0, ended.stderr
+    assert TEST.fullmatch(ended.stdout), ended.stdout
+    return ended.stdout
+
+
+def saved(folder, step=69):
+    return torch.load(folder / f"runs/digits/step_{step:09}.pt", weights_only=True)["model"]
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_page():
+    assert len(SCRIPT.read_text().splitlines()) <= 75
+
+
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spawned") / "run"
+    return train(folder, sys.executable, SCRIPT, "--nproc", "2"), folder
+
+
+def test_two_ranks_end_at_the_weights_of_the_ladder(spawned, tmp_path):
+    """Bit for bit those of multigpu_spawn.py, as what ddp_ref adds changes no number."""
+    flags = ["--nproc", "2", "--epochs", "3"]
+    ended = run(sys.executable, SCRIPTS / "multigpu_spawn.py", *flags, cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    theirs = list(torch.load(tmp_path / "checkpoint.pt", weights_only=True).values())
+    ours = list(saved(spawned[1]).values())
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+    accuracy = re.findall(r"test accuracy ([\d.]+)", ended.stdout)[-1]
+    assert TEST.fullmatch(spawned[0])[2] == accuracy and float(accuracy) > 0.9
+
+
+def test_torchrun_that_is_resumed_ends_there_too(spawned, tmp_path):
+    train(tmp_path / "run", *torchrun(2, SCRIPT), settings=["training.num_epochs=2"])
+    assert train(tmp_path / "run", *torchrun(2, SCRIPT)) == spawned[0]
+    assert same(saved(tmp_path / "run"), saved(spawned[1]))
+    log = (tmp_path / "run/runs/digits/log.txt").read_text()
+    assert "step_000000046.pt: epoch 2, step 46" in log
+
+
+def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, tmp_path):
+    settings = [EPOCHS, "training.batch_size=64", "validation.batch_size=357"]
+    found = train(tmp_path / "run", sys.executable, SCRIPT, settings=settings)
+    for one, other in zip(
+        saved(tmp_path / "run").values(), saved(spawned[1]).values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    numbers = [
+        [float(number) for number in TEST.fullmatch(t).groups()] for t in (found, spawned[0])
+    ]
+    assert numbers[0] == pytest.approx(numbers[1], abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--config", "none.yaml"], "error: [Errno 2] No such file or directory: 'none.yaml'"),
+        (["--config", CONFIG, "--set", "training.epochs=3"], "training has the key 'epochs'"),
+        (["--config", CONFIG, "--nproc", "0"], "error: --nproc must be at least 1, not 0"),
+    ],
+)
+def test_a_mistake_is_one_line(flags, text, tmp_path):
+    ended = run(sys.executable, SCRIPT, *flags, cwd=tmp_path)
+    assert ended.code == 1 and text in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1 and not ended.stdout
