@@ -74,7 +74,7 @@ class Replays(Callback):
         ([3, 2.7, 2.4, 2.1], {"patience": 2, "min_delta": 0.5}, 4),  # in two epochs it has
         ([1, 2, 3, 3, 3], {"patience": 2, "mode": "max"}, 5),
         ([1, 0, 0, 3, 3], {"patience": 2, "mode": "max"}, 3),
-        ([float("nan")] * 4, {"patience": 3}, 3),
+        ([float("nan")] * 4 + [2, 3, 3], {"patience": 2}, 7),  # epochs without a value
         ([1, 1, 1], {"patience": 1}, 2),
     ],
 )

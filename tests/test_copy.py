@@ -11,7 +11,7 @@ PACKAGE = ROOT / "src" / "ddp_ref"
 LAYERS = [  # an import only ever points upwards in this list
     *["hostlist", "environment", "rendezvous", "initialize", "collectives"],
     *["errors", "outcomes", "decorators", "pickling", "worker", "executor", "launch"],
-    *["randomness", "resume", "data", "checkpoint"],
+    *["randomness", "resume", "data", "position", "checkpoint"],
     *["callbacks", "plotting", "run_folder"],
     *["batches", "evaluation", "exchange", "optimization", "handler"],
     *["schema", "configuration", "trainer"],

@@ -41,7 +41,7 @@ class EarlyStopping(Callback):
     """Stop when `monitor` has not improved by more than `min_delta` for `patience` epochs.
 
     `monitor` names a list of `handler.history`; `mode` is "min" or "max". It looks at the history
-    alone, and so goes on counting in a resumed run. NaN is never an improvement.
+    alone, and so goes on counting in a resumed run. Epochs without a value (NaN) do not count.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class Checkpoint(Callback):
             self._save()
         if self.monitor:
             mode = "min" if self.monitor in ("train_loss", "val_loss") else "max"
-            if _waited(_monitored(self.handler, self.monitor), 0.0, mode) == 0:
+            values = _monitored(self.handler, self.monitor)
+            if math.isfinite(values[-1]) and _waited(values, 0.0, mode) == 0:
                 self.handler.save(self.folder / "best.pt")
 
     def on_train_end(self) -> None:
@@ -196,10 +197,12 @@ def _monitored(handler: Any, name: str) -> Sequence[float]:
 
 
 def _waited(values: Sequence[float], min_delta: float, mode: str) -> int:
-    """Return for how many epochs the best value has not improved; 0: the last one is the best."""
+    """Return for how many values the best has not improved; 0: the last one is the best."""
     sign = 1 if mode == "min" else -1
     best, waited = math.inf, 0
     for value in values:
+        if math.isnan(value):
+            continue
         improved = sign * value < best - min_delta
         best, waited = (sign * value, 0) if improved else (best, waited + 1)
     return waited

@@ -90,17 +90,19 @@ def read_newest(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
 def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     """Return what `read` finds at the file `path`, or `read_newest` in the folder `path`.
 
-    What does not exist is a file if its name ends in .pt.
+    What does not exist is a file if its name ends as those of weights do, else a folder.
     """
     path = Path(path)
-    if path.is_file() or (path.suffix == ".pt" and not path.is_dir()):
+    if path.is_file() or (path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir()):
         return path, read(path)
     return read_newest(path)
 
 
 def numbered(folder: str | Path) -> list[Path]:
     """Return the checkpoints in `folder` that are named by their step, in that order."""
-    found = [path for path in Path(folder).glob("step_*.pt") if re.search(r"_\d+$", path.stem)]
+    found = [
+        path for path in Path(folder).glob("step_*.pt") if re.fullmatch(r"step_\d+", path.stem)
+    ]
     return sorted(found, key=step_of)
 
 

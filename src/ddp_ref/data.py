@@ -6,6 +6,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from .randomness import borrowed_generators, seed_host
+from .randomness import borrowed_generators, seed_from, seed_host
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -100,6 +101,19 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
 
+class BaseSeeds(torch.Generator):
+    """Where the seeds of a loader's workers come from: others for each (seed, epoch, rank).
+
+    For samplers of the user's own, whose samples are not drawn through SeededDataset.
+    """
+
+    root = 0
+
+    def start(self, epoch: int, rank: int) -> None:
+        """Begin an epoch."""
+        self.manual_seed(seed_from(self.root, epoch, rank))
+
+
 def train_loader(
     dataset: Dataset[Any],
     batch_size: int,
@@ -118,7 +132,7 @@ def train_loader(
     but one rank; so is an IterableDataset on one rank. Raises ValueError otherwise.
     `loader` takes what DataLoader takes.
     """
-    own = next((name for name in ("sampler", "batch_sampler") if loader.get(name)), None)
+    own = next((n for n in ("sampler", "batch_sampler") if loader.get(n) is not None), None)
     if isinstance(dataset, IterableDataset):
         _check_iterable(world_size)
     elif own:
@@ -134,8 +148,11 @@ def train_loader(
         )
         loader["sampler"], shuffle = sampler, None
         dataset = SeededDataset(dataset, seed)
-    if not loader.get("batch_sampler"):
+    if loader.get("batch_sampler") is None:
         loader["batch_size"] = batch_size
+    if not isinstance(dataset, SeededDataset) and "generator" not in loader:
+        loader["generator"] = BaseSeeds()
+        loader["generator"].root = seed
     return _loader(dataset, shuffle=shuffle, **loader)
 
 
@@ -168,7 +185,10 @@ def _loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
     """Return a DataLoader that draws nothing from the global generator, with workers of ours."""
     if options.get("num_workers"):
         options["worker_init_fn"] = partial(
-            _start_worker, options.get("worker_init_fn"), _rank_ends(os.getpid())
+            _start_worker,
+            options.get("worker_init_fn"),
+            _rank_ends(os.getpid()),
+            threading.current_thread() is threading.main_thread(),
         )
     options.setdefault("generator", torch.Generator())  # of the workers' base seeds
     return DataLoader(dataset, **options)
@@ -185,7 +205,9 @@ def _rank_ends(pid: int) -> Any:
     return flag
 
 
-def _start_worker(then: Callable[[int], None] | None, rank_ends: Any, worker_id: int) -> None:
+def _start_worker(
+    then: Callable[[int], None] | None, rank_ends: Any, from_main: bool, worker_id: int
+) -> None:
     """Leave SIGTERM and SIGUSR1 to the rank, end when it ends, and do what the caller wants."""
 
     def terminate(number: int, frame: Any) -> None:
@@ -195,8 +217,9 @@ def _start_worker(then: Callable[[int], None] | None, rank_ends: Any, worker_id:
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # A forked worker holds the rank's sockets: as long as it lives the peers see no death. torch
-    # looks for the parent every 5 seconds only.
-    if sys.platform == "linux":
+    # looks for the parent every 5 seconds only. It is the thread's death that is told: of another
+    # than the main thread, the rank would live on.
+    if sys.platform == "linux" and from_main:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if then:
         then(worker_id)

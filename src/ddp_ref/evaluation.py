@@ -50,7 +50,8 @@ def outputs_in_order(
         samples = samples_in(inputs)
         outputs = function(move(inputs, device))
         if isinstance(outputs, Tensor):
-            _check_count(len(outputs) if outputs.dim() else 1, samples)
+            outputs = outputs if outputs.dim() else outputs.reshape(1)  # squeezed, of one item
+            _check_count(len(outputs), samples)
             tensors.append(outputs.cpu())
         else:
             entries += _items(outputs, samples)

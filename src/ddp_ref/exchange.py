@@ -31,11 +31,7 @@ class Sums:
     def row(self, samples: int, values: Mapping[str, Value]) -> Tensor:
         """Return what to add for a batch of `samples`, of which `values` are the means."""
         device = self.vector.device
-        parts = [
-            torch.as_tensor(values[name], dtype=torch.float64, device=device).detach()
-            for name in self.names
-        ]
-        means = torch.stack([part.reshape(()) for part in parts])
+        means = torch.stack([_number(name, values[name], device) for name in self.names])
         # Not of the product with `samples`: the first value is the loss, the others are metrics.
         strange = (~torch.isfinite(means[:1])).double()
         count = torch.full_like(strange, samples)
@@ -54,6 +50,15 @@ class Sums:
             for name, value in zip(self.names, rest[:count], strict=True)
         }
         return Total(means, strange > 0, [flag > 0 for flag in rest[count:]])
+
+
+def _number(name: str, value: Any, device: torch.device) -> Tensor:
+    try:
+        number = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
+        return number.reshape(())
+    except (TypeError, RuntimeError, ValueError) as error:
+        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be one number, a mean over samples, not {what}") from error
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ def caught_signals(into: list[int]) -> Iterator[None]:
     """Have SIGTERM and SIGUSR1 only append to `into`, in the block; a no-op in other threads.
 
     A collective in a signal handler would deadlock. When the block exits the process, the signals
-    are ignored from then on: launchers repeat SIGTERM, and it must not cut the exit short.
+    are ignored from then on: launchers repeat SIGTERM, and it must not cut the exit short. One
+    that came too late for the block to answer is raised again behind it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -103,3 +109,5 @@ def caught_signals(into: list[int]) -> Iterator[None]:
     finally:
         for number, handler in after.items():
             signal.signal(number, handler)
+    for number in into:
+        signal.raise_signal(number)

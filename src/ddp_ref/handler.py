@@ -1,10 +1,12 @@
 """Train a model on one process or on many, with the same lines."""
 
 import logging
+import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from .batches import batches_from, move, pair, samples_in, set_place
+from .batches import move, pair, samples_in
 from .callbacks import Callback, Checkpoint, ProgressBar
 from .checkpoint import NAME, bare, check_finite, find, load_weights, weights, write
 from .collectives import gather_objects
@@ -27,12 +29,21 @@ from .initialize import _resolve_device, initialize_ddp, side_group
 from .optimization import Optimization
 from .outcomes import settle
 from .plotting import plot_losses, plot_metrics
+from .position import (
+    batches_from,
+    check_same_data,
+    data_of,
+    has_known_order,
+    position_after,
+    set_place,
+)
 from .resume import Generators, check_fits, rehearse
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
 EXIT_CODE = 143  # of a process that SIGTERM ended
+NONFINITE = 'lower the learning rate, set clip_norm, or use on_nonfinite="skip"'
 
 
 class Handler:
@@ -103,9 +114,10 @@ class Handler:
         self.running: dict[str, float] = {}  # means of this epoch, as of the last exchange
         self._sums = self._new_sums()
         self._requests, self._stopping = Requests(), False
-        self._agreed: BaseException | None = None  # raised on all ranks alike: not to be kept
+        self._final: BaseException | None = None  # not to be kept: no exchange can follow
         self._generators = Generators(seed, self.rank, self.device)
-        self._loaded_world_size, self._rehearsed = self.info.world_size, True
+        self._data: dict[str, int | None] = {}  # what the epoch was begun with
+        self._rehearsed = True
         self.train_loader: DataLoader[Any] | None = None
         self.val_loader: DataLoader[Any] | None = None
 
@@ -142,10 +154,8 @@ class Handler:
     @property
     def steps_left(self) -> int | None:
         """The optimizer steps to the end of this epoch; None for a stream, which has no length."""
-        try:
-            return -(-len(self.train_loader) // self.accumulate)  # type: ignore[arg-type]
-        except TypeError:
-            return None
+        batches = _length(self.train_loader)
+        return None if batches < 0 else -(-batches // self.accumulate)
 
     def set_train_loader(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> None:
         """Train on `dataset`, the same on all ranks, `batch_size` samples a rank and batch.
@@ -153,7 +163,6 @@ class Handler:
         `loader` takes what DataLoader takes. Raises ValueError as data.train_loader does, and
         where the ranks have data sets of different lengths.
         """
-        self._check_same_length(dataset)
         self.train_loader = train_loader(
             dataset,
             batch_size,
@@ -162,6 +171,12 @@ class Handler:
             seed=self.seed,
             **loader,
         )
+        self._check_same(items=_length(dataset), batches=_length(self.train_loader))
+        if self.steps_left == 0:
+            raise ValueError(
+                f"an epoch has no batch: {batch_size} samples a batch are too many for this data, "
+                "or leave out drop_last"
+            )
         sampler = self.train_loader.sampler
         if isinstance(sampler, TrainSampler) and sampler.repeated:
             self.log(
@@ -225,8 +240,9 @@ class Handler:
     def save(self, path: str | Path) -> None:
         """Write a checkpoint to `path`, from which `load` goes on as if nothing had been.
 
-        Raises, on all ranks, OSError where it cannot be written, and FloatingPointError where a
-        weight is not finite: such are never saved.
+        Never under `if handler.rank == 0`: rank 0 writes, but all ranks must call. Raises, on all
+        ranks, OSError where it cannot be written, and FloatingPointError where a weight is not
+        finite: such are never saved.
         """
         self._generators.start()
         self._exchange()
@@ -245,12 +261,13 @@ class Handler:
             return
         where, state = found
         parts = self._optimization.parts()
-        check_fits(where, state, [name for name, _ in parts], self.seed, self._sums.vector)
+        check_fits(where, state, [name for name, _ in parts], self.seed, list(self.metrics))
         load_weights(self.model, state["model"])
         for name, part in parts:
             part.load_state_dict(state[name])
         for name in ("epoch", "step", "position", "history"):
             setattr(self, name, state[name])
+        self._data = state["data"]
         self._optimization.skipped = state["skipped"]
         self._load_ranks(state["ranks"])
         self.log(f"{where}: epoch {self.epoch}, step {self.step}")
@@ -278,7 +295,7 @@ class Handler:
 
     def _begin(self) -> None:
         self._generators.start()
-        self._requests, self._stopping, self._agreed = Requests(), False, None
+        self._requests, self._stopping, self._final = Requests(), False, None
         if self._save_folder() is None:
             self.log("no Checkpoint callback and no run_dir: a signal will end it without a save")
 
@@ -291,10 +308,7 @@ class Handler:
         self._exchange()
 
     def _train_epoch(self) -> None:
-        assert self.train_loader is not None
-        set_place(self.train_loader, self.epoch, self.position)
-        if self.position == 0:
-            self._generators.restore()
+        self._begin_epoch()
         self._call("on_epoch_start")
         self.model.train()
         for window in self._windows():
@@ -304,30 +318,43 @@ class Handler:
                 self._exchange()
                 if self._stopping:
                     return
+        if not self.position:
+            raise ValueError("the training data gave no batch: an epoch must have at least one")
         self._exchange()
         self._end_epoch()
+
+    def _begin_epoch(self) -> None:
+        assert self.train_loader is not None
+        data = data_of(self.train_loader, self.info.world_size)
+        if self.position:
+            check_same_data(self._data, data)
+        if self.position and not has_known_order(self.train_loader):
+            warnings.warn(
+                f"epoch {self.epoch + 1} is begun again: how far it was is known, but not in which "
+                "order; give the sampler a set_epoch(epoch) that decides it",
+                stacklevel=4,
+            )
+            self.position, self._sums = 0, self._new_sums()
+        self._data = data
+        set_place(self.train_loader, self.epoch, self.position, self.rank)
+        if self.position == 0:
+            self._generators.restore()
 
     def _windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step that is left of the epoch."""
         assert self.train_loader is not None
-        self._check_place(self.train_loader)
-        batches = batches_from(self.train_loader, self.position // self.info.world_size)
+        batches = batches_from(self.train_loader, self.position)
         self._generators.restore()  # only now: making an iterator may draw a seed
         while window := list(islice(batches, self.accumulate)):
             yield window
-
-    def _check_place(self, loader: DataLoader[Any]) -> None:
-        past, world_size = self._loaded_world_size, self.info.world_size
-        if self.position and past != world_size and not isinstance(loader.sampler, TrainSampler):
-            raise ValueError(
-                f"with a sampler of your own, an epoch begun on {past} ranks cannot go on at "
-                f"{world_size}: leave the sampler out, or start {past} ranks"
-            )
 
     def _train_step(self, window: list[Any]) -> None:
         """Take one optimizer step with the mean over the samples of all batches in `window`."""
         counts = [samples_in(pair(batch)[1]) for batch in window]
         total = sum(counts)
+        if not total:
+            raise ValueError("a batch has no samples: let the collate_fn leave at least one")
+        buffers = self._copied_buffers()
         if not self._rehearsed:
             self._rehearse(window[0])
         row = torch.zeros_like(self._sums.vector)
@@ -341,8 +368,21 @@ class Handler:
             row += self._sums.row(count, values)
         if self._optimization.step():
             self._sums.vector += row
+        else:
+            self._restore_buffers(buffers)
         self.step += 1
-        self.position += total * self.info.world_size
+        assert self.train_loader is not None
+        self.position = position_after(self.train_loader, self.position, len(window))
+
+    def _copied_buffers(self) -> list[Tensor]:
+        """Return what a step that is skipped must not change: statistics, as BatchNorm's."""
+        if not self._optimization.skip_nonfinite:
+            return []
+        return [buffer.clone() for buffer in self._bare.buffers()]
+
+    def _restore_buffers(self, copies: list[Tensor]) -> None:
+        for buffer, before in zip(self._bare.buffers(), copies, strict=True):
+            buffer.copy_(before)
 
     def _rehearse(self, batch: Any) -> None:
         self._rehearsed = True
@@ -365,17 +405,33 @@ class Handler:
         return loss, {"loss": loss} | values
 
     def _end_epoch(self) -> None:
+        if not self._optimization.skip_nonfinite:
+            self._check_weights()
         found = {f"train_{name}": value for name, value in self.running.items()}
         if self.val_loader is not None:
             found |= {f"val_{name}": value for name, value in self.validate().items()}
-        for name, value in found.items():
-            self.history.setdefault(name, []).append(value)
-        self._optimization.end_epoch((self.val_losses or self.train_losses)[-1])
+        self._note(found)
+        self._optimization.end_epoch(found.get("val_loss", found["train_loss"]))
         self.epoch, self.position = self.epoch + 1, 0
         self._sums = self._new_sums()
         self._log_epoch(found)
         self._call("on_epoch_end")
         self._exchange()
+
+    def _note(self, found: Mapping[str, float]) -> None:
+        """Add what an epoch found to the history, where a list once begun has a value for each."""
+        missed = [f"val_{name}" for name in self._sums.names if f"val_{name}" in self.history]
+        for name in [*found, *(name for name in missed if name not in found)]:
+            values = self.history.setdefault(name, [])
+            values += [math.nan] * (self.epoch - len(values))
+            values.append(found.get(name, math.nan))
+
+    def _check_weights(self) -> None:
+        """Raise FloatingPointError where they are not finite, though no loss showed it yet."""
+        if not all(torch.isfinite(part).all() for part in self._bare.parameters()):
+            raise FloatingPointError(
+                f"the weights are not finite at the end of epoch {self.epoch + 1}: {NONFINITE}"
+            )
 
     # Decisions
 
@@ -385,7 +441,7 @@ class Handler:
             try:
                 getattr(callback, hook)()
             except Exception as error:
-                if error is self._agreed:
+                if error is self._final:
                     raise
                 # The callbacks after it are called all the same: the other ranks' are, and one of
                 # them may be collective.
@@ -398,7 +454,7 @@ class Handler:
         try:
             self._raise_alike(total, failed)
         except BaseException as error:
-            self._agreed = error
+            self._final = error
             raise
         self._stopping = self._stopping or stop
         self._requests.stop = False
@@ -415,8 +471,8 @@ class Handler:
             raise error
         if total.nonfinite and not self._optimization.skip_nonfinite:
             raise FloatingPointError(
-                f"a loss of epoch {self.epoch + 1} is not finite, found at step {self.step}: lower "
-                'the learning rate, set clip_norm, or use on_nonfinite="skip"'
+                f"a loss of epoch {self.epoch + 1} is not finite, found at step {self.step}: "
+                f"{NONFINITE}"
             )
 
     def _save_and_leave(self) -> None:
@@ -438,23 +494,24 @@ class Handler:
         try:
             self._on_rank_0(lambda: write(path, self._state(ranks or [])))
         except BaseException as error:
-            self._agreed = error
+            self._final = error
             raise
 
     def _state(self, ranks: list[tuple[dict[str, Any], Tensor]]) -> dict[str, Any]:
         check_finite(self._bare)
         names = ("epoch", "step", "position", "history", "skipped", "seed")
+        metrics = list(self.metrics)
         return {
             "model": weights(self.model),
             "ranks": [{"generators": state, "sums": sums} for state, sums in ranks],
-            "world_size": self.info.world_size,
+            "data": self._data,
+            "metrics": metrics,
             **{name: getattr(self, name) for name in names},
             **{name: part.state_dict() for name, part in self._optimization.parts()},
         }
 
     def _load_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Take up this rank's generators and sums, or at another world size new ones and a part."""
-        self._loaded_world_size = len(ranks)
         self._sums = self._new_sums()
         if len(ranks) == self.info.world_size:
             self._rehearsed = self.step == 0
@@ -466,7 +523,7 @@ class Handler:
 
     def _means(self, batches: Iterable[Any], distributed: bool) -> dict[str, float]:
         sums = self._new_sums()
-        with evaluating(self._bare, distributed):
+        with self._alone(distributed), evaluating(self._bare, distributed):
             for batch in batches:
                 inputs, targets = pair(move(batch, self.device))
                 _, values = self._forward(self._bare, inputs, targets)
@@ -475,11 +532,16 @@ class Handler:
 
     def _map(self, function: Callable[[Any], Any], dataset: Dataset[Any], batch_size: int) -> Any:
         batches = self._shard(dataset, batch_size)
-        with evaluating(self._bare, self.info.distributed), self._optimization.autocast():
-            return outputs_in_order(function, batches, self.device, self.info.distributed)
+        distributed = self.info.distributed
+        with (
+            self._alone(distributed),
+            evaluating(self._bare, distributed),
+            self._optimization.autocast(),
+        ):
+            return outputs_in_order(function, batches, self.device, distributed)
 
     def _shard(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> DataLoader[Any]:
-        self._check_same_length(dataset)
+        self._check_same(items=_length(dataset))
         world_size = self.info.world_size
         return shard_loader(dataset, batch_size, rank=self.rank, world_size=world_size, **loader)
 
@@ -500,10 +562,11 @@ class Handler:
         return found
 
     def _wrap(self, model: nn.Module, find_unused: bool | None) -> nn.Module:
-        if isinstance(model, DistributedDataParallel):
+        if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
             raise ValueError("the model is wrapped in DDP already: give Handler the model inside")
         model = model.to(self.device)
-        if not self.info.distributed:
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if not (self.info.distributed and trained):
             return model
         return DistributedDataParallel(
             model,
@@ -519,19 +582,32 @@ class Handler:
         if "loss" in self.metrics:
             raise ValueError('a metric cannot be named "loss", the loss is: choose another name')
 
-    def _check_same_length(self, dataset: Dataset[Any]) -> None:
-        """Raise ValueError, on all ranks, unless they have as many items: they would hang."""
-        length = len(dataset) if hasattr(dataset, "__len__") else -1
+    def _check_same(self, **numbers: int) -> None:
+        """Raise ValueError, on all ranks, unless all have the same `numbers`: they would hang."""
         if not self.info.distributed:
             return
-        bounds = torch.tensor([length, -length], device=self.device)
+        own = torch.tensor(list(numbers.values()), device=self.device)
+        bounds = torch.stack([own, -own])
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        most, least = bounds[0].item(), -bounds[1].item()
-        if most != least:
-            raise ValueError(
-                f"all ranks must have the same data, this one has {length} items, others {least} "
-                f"to {most}: seed what draws it, and wait for what writes it"
-            )
+        most, least = bounds.tolist()
+        for (what, number), high, low in zip(numbers.items(), most, least, strict=True):
+            if high != -low:
+                raise ValueError(
+                    f"all ranks must have the same data, this one has {number} {what}, they have "
+                    f"{-low} to {high}: seed what draws it, wait for what writes it"
+                )
+
+    @contextmanager
+    def _alone(self, distributed: bool) -> Iterator[None]:
+        """Have an exception of this rank end it at once, also in a callback.
+
+        The other ranks are in collectives of the same call: no exchange can reach them.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._final = error if distributed else None
+            raise
 
     def _new_sums(self) -> Sums:
         return Sums(["loss", *self.metrics], self.device)
@@ -556,6 +632,14 @@ def _method(model: nn.Module, name: str) -> Callable[..., Any]:
     if method is None:
         raise ValueError(f"Handler.{name} calls the model's own: give {type(model).__name__} one")
     return method
+
+
+def _length(data: Any) -> int:
+    """Return the length; -1 where there is none."""
+    try:
+        return len(data)
+    except TypeError:
+        return -1
 
 
 def _switch(name: str) -> bool:

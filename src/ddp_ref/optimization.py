@@ -29,6 +29,8 @@ class Optimization:
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0, or None, not {clip_norm!r}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("LBFGS runs the model several times a step: Handler runs it once")
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", not {on_nonfinite!r}')
         _check_precision(precision, device)
@@ -93,6 +95,8 @@ def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
         return scheduler, "epoch"
     if len(scheduler) != 2 or scheduler[1] not in ("step", "epoch"):
         raise ValueError(f'scheduler must be one, or (scheduler, "step"), not {scheduler!r}')
+    if isinstance(scheduler[0], ReduceLROnPlateau) and scheduler[1] == "step":
+        raise ValueError('ReduceLROnPlateau looks at an epoch\'s loss: give it without "step"')
     return scheduler
 
 

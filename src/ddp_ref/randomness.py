@@ -20,12 +20,12 @@ def seed_everything(seed: int, *parts: int) -> None:
     seed_host(seed, *parts)
     in_worker = torch.utils.data.get_worker_info() is not None  # a DataLoader's: no CUDA there
     if not in_worker and torch.cuda.is_available():
-        torch.cuda.manual_seed_all(_mix(seed, *parts))
+        torch.cuda.manual_seed_all(seed_from(seed, *parts))
 
 
 def seed_host(seed: int, *parts: int) -> None:
     """Seed torch's CPU generator, random and, where it is loaded, numpy from (seed, *parts)."""
-    number = _mix(seed, *parts)
+    number = seed_from(seed, *parts)
     torch.default_generator.manual_seed(number)  # torch.manual_seed takes 100 times as long
     random.seed(number)
     if "numpy" in sys.modules:
@@ -77,6 +77,7 @@ def set_generator_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def _mix(*parts: int) -> int:
+def seed_from(*parts: int) -> int:
+    """Return a seed of 64 bits that is another for any other `parts`."""
     text = ",".join(str(operator.index(part)) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -62,9 +62,9 @@ def rehearse(model: nn.Module, loss: Callable[[], Tensor], device: torch.device)
 
 
 def check_fits(
-    where: Path, state: Mapping[str, Any], parts: Collection[str], seed: int, sums: Tensor
+    where: Path, state: Mapping[str, Any], parts: Collection[str], seed: int, metrics: list[str]
 ) -> None:
-    """Raise ValueError unless `state` is of a Handler with these `parts`, `seed` and sums."""
+    """Raise ValueError unless `state` is of a Handler with these parts, seed and metrics."""
     known = STATEFUL & state.keys()
     if "ranks" not in state or known != set(parts):
         raise ValueError(
@@ -76,7 +76,7 @@ def check_fits(
             f"{where} is of a run with seed {state['seed']}, not {seed}: its place in the data "
             f"would be lost; use Handler(..., seed={state['seed']})"
         )
-    if len(state["ranks"][0]["sums"]) != len(sums):
+    if state["metrics"] != metrics:
         raise ValueError(
-            f"{where} has sums of other metrics: give this Handler the same number of them"
+            f"{where} has other metrics: {state['metrics']}, not {metrics}; give Handler the same"
         )

@@ -197,7 +197,9 @@ class _NotedCriterion(Callback):
         if handler.val_loader is None:
             return
         spread = self.spread(together=True)
-        handler.history.setdefault("val_loss_std", []).append(spread)
+        spreads = handler.history.setdefault("val_loss_std", [])
+        spreads += [math.nan] * (handler.epoch - 1 - len(spreads))
+        spreads.append(spread)
         handler.log(_in_words("Validation", handler.val_losses[-1], spread))
 
     def spread(self, together: bool) -> float:
