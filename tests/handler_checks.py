@@ -188,7 +188,7 @@ def check_evaluation_is_that_of_one_process_for_every_number_of_items():
 
 def train_with_a_bad_loss(bad_rank, kind, **options):
     handler = job(40 * world_size(), 4, exchange_every=5, **options)
-    loss_fn, calls = handler.loss_fn, []
+    loss_fn, calls = handler.objective.loss_fn, []
 
     def loss(outputs, targets):
         calls.append(0)
@@ -196,7 +196,7 @@ def train_with_a_bad_loss(bad_rank, kind, **options):
         factor = torch.tensor(float(kind) if bad else 1.0)
         return loss_fn(outputs, targets) * factor
 
-    handler.loss_fn = loss
+    handler.objective.loss_fn = loss
     handler.train(1)
     return handler
 

@@ -13,7 +13,7 @@ LAYERS = [  # an import only ever points upwards in this list
     *["errors", "outcomes", "decorators", "pickling", "worker", "executor", "launch"],
     *["randomness", "resume", "data", "position", "checkpoint"],
     *["callbacks", "plotting", "run_folder"],
-    *["batches", "evaluation", "exchange", "optimization", "handler"],
+    *["batches", "evaluation", "exchange", "objective", "optimization", "replicas", "handler"],
     *["schema", "configuration", "trainer"],
     *["doctor", "__init__", "__main__"],
 ]

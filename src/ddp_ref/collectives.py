@@ -54,6 +54,25 @@ def reduce_mean(
     return dict(zip(names, means, strict=True))
 
 
+def check_same(device: torch.device, **numbers: int) -> None:
+    """Raise ValueError, on all ranks, unless all have the same `numbers` (collective).
+
+    `device` is one that the default group works on.
+    """
+    if _world_size() == 1:
+        return
+    own = torch.tensor(list(numbers.values()), device=device)
+    bounds = torch.stack([own, -own])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    most, least = bounds.tolist()
+    for (what, number), high, low in zip(numbers.items(), most, least, strict=True):
+        if high != -low:
+            raise ValueError(
+                f"all ranks must have the same data, this one has {number} {what}, they have "
+                f"{-low} to {high}: seed what draws it, wait for what writes it"
+            )
+
+
 def gather_tensors(tensor: Tensor | None) -> list[Tensor | None] | None:
     """Return the tensors of all ranks, in rank order, on rank 0; None elsewhere (collective).
 

@@ -5,7 +5,7 @@ Between two exchanges a rank only adds to a small vector on its device, and wait
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from .initialize import side_group
+from .outcomes import settle
 
 Value = float | Tensor  # a Python number or a tensor of one element
 
@@ -37,7 +40,7 @@ class Sums:
         count = torch.full_like(strange, samples)
         return torch.cat([count, strange, means * samples])
 
-    def total(self, flags: Sequence[float], distributed: bool) -> "Total":
+    def total(self, distributed: bool, flags: Sequence[float] = ()) -> "Total":
         """Return the sums and `flags` of all ranks, with one all-reduce (collective)."""
         told = torch.tensor(flags, dtype=torch.float64, device=self.vector.device)
         packed = torch.cat([self.vector, told])
@@ -49,7 +52,7 @@ class Sums:
             name: value / samples if samples else float("nan")
             for name, value in zip(self.names, rest[:count], strict=True)
         }
-        return Total(means, strange > 0, [flag > 0 for flag in rest[count:]])
+        return Total(means, strange > 0, *(flag > 0 for flag in rest[count:]))
 
 
 def _number(name: str, value: Any, device: torch.device) -> Tensor:
@@ -63,11 +66,13 @@ def _number(name: str, value: Any, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Total:
-    """What the ranks know together: means over all samples, and which flags any of them raised."""
+    """What the ranks know together: means over all samples, and what any of them has said."""
 
     means: dict[str, float]
     nonfinite: bool
-    flags: list[bool]
+    stop: bool = False
+    signalled: bool = False
+    failed: bool = False
 
 
 @dataclass
@@ -79,8 +84,55 @@ class Requests:
     signals: list[int] = field(default_factory=list)
 
     def flags(self) -> list[float]:
-        """Return the numbers that the ranks sum."""
+        """Return the numbers that the ranks sum, in the order of Total."""
         return [self.stop, bool(self.signals), self.error is not None]
+
+
+class Exchange:
+    """One rank's part in the common decisions: what it asks for, and what all are told."""
+
+    def __init__(self, distributed: bool) -> None:
+        self.distributed, self.requests = distributed, Requests()
+        self._final: BaseException | None = None
+
+    def call(self, callbacks: Iterable[Any], hook: str) -> None:
+        """Call `hook` of each of `callbacks`; keep the first exception until the ranks meet."""
+        for callback in callbacks:
+            try:
+                getattr(callback, hook)()
+            except Exception as error:
+                if error is self._final:
+                    raise
+                # The callbacks after it are called all the same: the other ranks' are, and one of
+                # them may be collective.
+                self.requests.error = self.requests.error or error
+
+    def meet(self, sums: Sums) -> Total:
+        """Return what all ranks have summed and said; raise a callback's error on all alike.
+
+        Collective: all ranks call.
+        """
+        total = sums.total(self.distributed, self.requests.flags())
+        error, self.requests.error, self.requests.stop = self.requests.error, None, False
+        with self.final():
+            if total.failed and (group := side_group() if self.distributed else None):
+                ranks = range(dist.get_world_size())
+                settle(group, "the callbacks of Handler.train", ranks, error)
+            elif error:
+                raise error
+        return total
+
+    @contextmanager
+    def final(self) -> Iterator[None]:
+        """Have what is raised in the block end this rank's training at once, also in a callback.
+
+        All ranks raise it, or the others are in collectives of the block: no meeting can follow.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._final = error
+            raise
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 import logging
 import math
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,20 +12,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
-from .batches import move, pair, samples_in
+from .batches import pair, samples_in
 from .callbacks import Callback, Checkpoint, ProgressBar
 from .checkpoint import NAME, bare, check_finite, find, load_weights, weights, write
-from .collectives import gather_objects
+from .collectives import check_same, gather_objects
 from .data import TrainSampler, check_count, shard_loader, train_loader
 from .decorators import on_rank
 from .evaluation import evaluating, outputs_in_order
-from .exchange import Requests, Sums, Total, Value, caught_signals
-from .initialize import _resolve_device, initialize_ddp, side_group
+from .exchange import Exchange, Value, caught_signals
+from .initialize import _resolve_device, initialize_ddp
+from .objective import Objective
 from .optimization import Optimization
-from .outcomes import settle
 from .plotting import plot_losses, plot_metrics
 from .position import (
     batches_from,
@@ -37,7 +34,8 @@ from .position import (
     position_after,
     set_place,
 )
-from .resume import Generators, check_fits, rehearse
+from .replicas import reducing, replicate
+from .resume import Generators, check_fits, copied_buffers, rehearse, restore_buffers
 from .run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -91,10 +89,11 @@ class Handler:
             self.device = wanted
         if self.info.distributed and self.device.type == "cpu" and dist.get_backend() == "nccl":
             raise ValueError("the open group is nccl's, for CUDA: leave out device, or cleanup_ddp")
-        self.optimizer, self.loss_fn, self.metrics = optimizer, loss_fn, dict(metrics or {})
+        check_count("accumulate", accumulate)
+        check_count("exchange_every", exchange_every)
+        self.optimizer, self.metrics = optimizer, dict(metrics or {})
         self.accumulate, self.exchange_every, self.seed = accumulate, exchange_every, seed
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
-        self._check_settings()
         self._optimization = Optimization(
             optimizer,
             scheduler,
@@ -104,7 +103,9 @@ class Handler:
             on_nonfinite=on_nonfinite,
         )
         self.scheduler = self._optimization.scheduler
-        self.model = self._wrap(model, find_unused_parameters)
+        autocast = self._optimization.autocast
+        self.objective = Objective(loss_fn, self.metrics, self.device, autocast)
+        self.model = replicate(model, self.device, self.info.distributed, find_unused_parameters)
         self._bare = bare(self.model)  # for all but training: a forward of DDP's may be collective
         self._run_folder = None if run_dir is None or self.rank else RunFolder(run_dir)
         self.callbacks = self._all_callbacks(callbacks, run_dir)
@@ -112,9 +113,8 @@ class Handler:
         self.epoch = self.step = self.position = 0
         self.history: dict[str, list[float]] = {}
         self.running: dict[str, float] = {}  # means of this epoch, as of the last exchange
-        self._sums = self._new_sums()
-        self._requests, self._stopping = Requests(), False
-        self._final: BaseException | None = None  # not to be kept: no exchange can follow
+        self._sums = self.objective.new_sums()
+        self._exchange, self._stopping = Exchange(self.info.distributed), False
         self._generators = Generators(seed, self.rank, self.device)
         self._data: dict[str, int | None] = {}  # what the epoch was begun with
         self._rehearsed = True
@@ -171,7 +171,8 @@ class Handler:
             seed=self.seed,
             **loader,
         )
-        self._check_same(items=_length(dataset), batches=_length(self.train_loader))
+        lengths = {"items": _length(dataset), "batches": _length(self.train_loader)}
+        check_same(self.device, **lengths)
         if self.steps_left == 0:
             raise ValueError(
                 f"an epoch has no batch: {batch_size} samples a batch are too many for this data, "
@@ -197,7 +198,7 @@ class Handler:
         if self.train_loader is None:
             raise ValueError("there is no training data: call set_train_loader first")
         self._begin()
-        with caught_signals(self._requests.signals):
+        with caught_signals(self._exchange.requests.signals):
             try:
                 self._train_epochs(epochs)
             except (Exception, KeyboardInterrupt) as error:
@@ -206,7 +207,7 @@ class Handler:
 
     def stop(self) -> None:
         """Ask to end training at the next exchange; one rank is enough (not collective)."""
-        self._requests.stop = True
+        self._exchange.requests.stop = True
 
     def validate(self) -> dict[str, float]:
         """Return the mean loss ("loss") and metrics over the validation set, on every rank."""
@@ -245,7 +246,7 @@ class Handler:
         finite: such are never saved.
         """
         self._generators.start()
-        self._exchange()
+        self._meet()
         self._write(path)
 
     def load(self, path: str | Path) -> None:
@@ -295,17 +296,17 @@ class Handler:
 
     def _begin(self) -> None:
         self._generators.start()
-        self._requests, self._stopping, self._final = Requests(), False, None
+        self._exchange, self._stopping = Exchange(self.info.distributed), False
         if self._save_folder() is None:
             self.log("no Checkpoint callback and no run_dir: a signal will end it without a save")
 
     def _train_epochs(self, epochs: int) -> None:
         self._call("on_train_start")
-        self._exchange()
+        self._meet()
         while self.epoch < epochs and not self._stopping:
             self._train_epoch()
         self._call("on_train_end")
-        self._exchange()
+        self._meet()
 
     def _train_epoch(self) -> None:
         self._begin_epoch()
@@ -315,12 +316,12 @@ class Handler:
             self._train_step(window)
             self._call("on_step_end")
             if self.step % self.exchange_every == 0:
-                self._exchange()
+                self._meet()
                 if self._stopping:
                     return
         if not self.position:
             raise ValueError("the training data gave no batch: an epoch must have at least one")
-        self._exchange()
+        self._meet()
         self._end_epoch()
 
     def _begin_epoch(self) -> None:
@@ -334,7 +335,7 @@ class Handler:
                 "order; give the sampler a set_epoch(epoch) that decides it",
                 stacklevel=4,
             )
-            self.position, self._sums = 0, self._new_sums()
+            self.position, self._sums = 0, self.objective.new_sums()
         self._data = data
         set_place(self.train_loader, self.epoch, self.position, self.rank)
         if self.position == 0:
@@ -354,55 +355,24 @@ class Handler:
         total = sum(counts)
         if not total:
             raise ValueError("a batch has no samples: let the collate_fn leave at least one")
-        buffers = self._copied_buffers()
         if not self._rehearsed:
-            self._rehearse(window[0])
+            rehearse(self.model, lambda: self.objective.loss(self.model, window[0]), self.device)
+            self._rehearsed = True
+        buffers = copied_buffers(self._bare) if self._optimization.skip_nonfinite else []
         row = torch.zeros_like(self._sums.vector)
         self.optimizer.zero_grad()
         for number, (batch, count) in enumerate(zip(window, counts, strict=True), start=1):
-            inputs, targets = pair(move(batch, self.device))
-            with self._reducing(number == len(window)):
-                loss, values = self._forward(self.model, inputs, targets)
-                loss = loss * (count / total)  # batches may differ in size
-                self._optimization.backward(loss)
+            with reducing(self.model, last=number == len(window)):
+                loss, values = self.objective(self.model, batch)
+                self._optimization.backward(loss * (count / total))  # batches may differ in size
             row += self._sums.row(count, values)
         if self._optimization.step():
             self._sums.vector += row
         else:
-            self._restore_buffers(buffers)
+            restore_buffers(self._bare, buffers)
         self.step += 1
         assert self.train_loader is not None
         self.position = position_after(self.train_loader, self.position, len(window))
-
-    def _copied_buffers(self) -> list[Tensor]:
-        """Return what a step that is skipped must not change: statistics, as BatchNorm's."""
-        if not self._optimization.skip_nonfinite:
-            return []
-        return [buffer.clone() for buffer in self._bare.buffers()]
-
-    def _restore_buffers(self, copies: list[Tensor]) -> None:
-        for buffer, before in zip(self._bare.buffers(), copies, strict=True):
-            buffer.copy_(before)
-
-    def _rehearse(self, batch: Any) -> None:
-        self._rehearsed = True
-        inputs, targets = pair(move(batch, self.device))
-
-        def loss() -> Tensor:
-            with self._optimization.autocast():
-                return self.loss_fn(self.model(inputs), targets)
-
-        rehearse(self.model, loss, self.device)
-
-    def _forward(
-        self, model: nn.Module, inputs: Any, targets: Any
-    ) -> tuple[Tensor, dict[str, Value]]:
-        with self._optimization.autocast():
-            outputs = model(inputs)
-            loss = self.loss_fn(outputs, targets)
-            with torch.no_grad():
-                values = {name: metric(outputs, targets) for name, metric in self.metrics.items()}
-        return loss, {"loss": loss} | values
 
     def _end_epoch(self) -> None:
         if not self._optimization.skip_nonfinite:
@@ -413,10 +383,10 @@ class Handler:
         self._note(found)
         self._optimization.end_epoch(found.get("val_loss", found["train_loss"]))
         self.epoch, self.position = self.epoch + 1, 0
-        self._sums = self._new_sums()
+        self._sums = self.objective.new_sums()
         self._log_epoch(found)
         self._call("on_epoch_end")
-        self._exchange()
+        self._meet()
 
     def _note(self, found: Mapping[str, float]) -> None:
         """Add what an epoch found to the history, where a list once begun has a value for each."""
@@ -436,44 +406,21 @@ class Handler:
     # Decisions
 
     def _call(self, hook: str) -> None:
-        """Call `hook` of each callback; keep the first exception until the next exchange."""
-        for callback in self.callbacks:
-            try:
-                getattr(callback, hook)()
-            except Exception as error:
-                if error is self._final:
-                    raise
-                # The callbacks after it are called all the same: the other ranks' are, and one of
-                # them may be collective.
-                self._requests.error = self._requests.error or error
+        self._exchange.call(self.callbacks, hook)
 
-    def _exchange(self) -> None:
+    def _meet(self) -> None:
         """Tell and hear what there is, and act on it as all ranks do."""
-        total = self._sums.total(self._requests.flags(), self.info.distributed)
-        stop, signalled, failed = total.flags
-        try:
-            self._raise_alike(total, failed)
-        except BaseException as error:
-            self._final = error
-            raise
-        self._stopping = self._stopping or stop
-        self._requests.stop = False
-        self.running = total.means
-        if signalled:
-            self._save_and_leave()
-
-    def _raise_alike(self, total: Total, failed: bool) -> None:
-        error, self._requests.error = self._requests.error, None
-        group = side_group() if self.info.distributed else None
-        if failed and group:
-            settle(group, "the callbacks of Handler.train", range(self.info.world_size), error)
-        elif error:
-            raise error
+        total = self._exchange.meet(self._sums)
         if total.nonfinite and not self._optimization.skip_nonfinite:
-            raise FloatingPointError(
-                f"a loss of epoch {self.epoch + 1} is not finite, found at step {self.step}: "
-                f"{NONFINITE}"
-            )
+            with self._exchange.final():
+                raise FloatingPointError(
+                    f"a loss of epoch {self.epoch + 1} is not finite, found at step {self.step}: "
+                    f"{NONFINITE}"
+                )
+        self._stopping = self._stopping or total.stop
+        self.running = total.means
+        if total.signalled:
+            self._save_and_leave()
 
     def _save_and_leave(self) -> None:
         """Save the step that all ranks are at, wait for each other, and exit."""
@@ -491,11 +438,8 @@ class Handler:
     def _write(self, path: str | Path) -> None:
         mine = (self._generators.state(), self._sums.vector.cpu())
         ranks = gather_objects(mine) if self.info.distributed else [mine]
-        try:
+        with self._exchange.final():
             self._on_rank_0(lambda: write(path, self._state(ranks or [])))
-        except BaseException as error:
-            self._final = error
-            raise
 
     def _state(self, ranks: list[tuple[dict[str, Any], Tensor]]) -> dict[str, Any]:
         check_finite(self._bare)
@@ -512,7 +456,7 @@ class Handler:
 
     def _load_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Take up this rank's generators and sums, or at another world size new ones and a part."""
-        self._sums = self._new_sums()
+        self._sums = self.objective.new_sums()
         if len(ranks) == self.info.world_size:
             self._rehearsed = self.step == 0
             self._generators.load(ranks[self.rank]["generators"], self.step)
@@ -522,26 +466,17 @@ class Handler:
             self._sums.vector += past["sums"].to(self.device)
 
     def _means(self, batches: Iterable[Any], distributed: bool) -> dict[str, float]:
-        sums = self._new_sums()
-        with self._alone(distributed), evaluating(self._bare, distributed):
-            for batch in batches:
-                inputs, targets = pair(move(batch, self.device))
-                _, values = self._forward(self._bare, inputs, targets)
-                sums.vector += sums.row(samples_in(targets), values)
-        return sums.total([], distributed).means
+        with self._exchange.final(), evaluating(self._bare, distributed):
+            return self.objective.over(self._bare, batches).total(distributed).means
 
     def _map(self, function: Callable[[Any], Any], dataset: Dataset[Any], batch_size: int) -> Any:
         batches = self._shard(dataset, batch_size)
         distributed = self.info.distributed
-        with (
-            self._alone(distributed),
-            evaluating(self._bare, distributed),
-            self._optimization.autocast(),
-        ):
+        with self._exchange.final(), evaluating(self._bare, distributed), self.objective.autocast():
             return outputs_in_order(function, batches, self.device, distributed)
 
     def _shard(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> DataLoader[Any]:
-        self._check_same(items=_length(dataset))
+        check_same(self.device, items=_length(dataset))
         world_size = self.info.world_size
         return shard_loader(dataset, batch_size, rank=self.rank, world_size=world_size, **loader)
 
@@ -560,63 +495,6 @@ class Handler:
         for callback in found:
             callback.handler = self
         return found
-
-    def _wrap(self, model: nn.Module, find_unused: bool | None) -> nn.Module:
-        if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
-            raise ValueError("the model is wrapped in DDP already: give Handler the model inside")
-        model = model.to(self.device)
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if not (self.info.distributed and trained):
-            return model
-        return DistributedDataParallel(
-            model,
-            device_ids=[self.device] if self.device.type == "cuda" else None,
-            find_unused_parameters=_switch("DDP_FIND_UNUSED_PARAMETERS")
-            if find_unused is None
-            else find_unused,
-        )
-
-    def _check_settings(self) -> None:
-        check_count("accumulate", self.accumulate)
-        check_count("exchange_every", self.exchange_every)
-        if "loss" in self.metrics:
-            raise ValueError('a metric cannot be named "loss", the loss is: choose another name')
-
-    def _check_same(self, **numbers: int) -> None:
-        """Raise ValueError, on all ranks, unless all have the same `numbers`: they would hang."""
-        if not self.info.distributed:
-            return
-        own = torch.tensor(list(numbers.values()), device=self.device)
-        bounds = torch.stack([own, -own])
-        dist.all_reduce(bounds, dist.ReduceOp.MAX)
-        most, least = bounds.tolist()
-        for (what, number), high, low in zip(numbers.items(), most, least, strict=True):
-            if high != -low:
-                raise ValueError(
-                    f"all ranks must have the same data, this one has {number} {what}, they have "
-                    f"{-low} to {high}: seed what draws it, wait for what writes it"
-                )
-
-    @contextmanager
-    def _alone(self, distributed: bool) -> Iterator[None]:
-        """Have an exception of this rank end it at once, also in a callback.
-
-        The other ranks are in collectives of the same call: no exchange can reach them.
-        """
-        try:
-            yield
-        except Exception as error:
-            self._final = error if distributed else None
-            raise
-
-    def _new_sums(self) -> Sums:
-        return Sums(["loss", *self.metrics], self.device)
-
-    def _reducing(self, last: bool) -> AbstractContextManager[Any]:
-        """Let DDP reduce gradients in the last backward of a step only."""
-        if last or not isinstance(self.model, DistributedDataParallel):
-            return nullcontext()
-        return self.model.no_sync()
 
     def _on_rank_0(self, work: Callable[[], R], broadcast: bool = False) -> R | None:
         return on_rank(0, broadcast=broadcast)(work)() if self.info.distributed else work()
@@ -640,10 +518,3 @@ def _length(data: Any) -> int:
         return len(data)
     except TypeError:
         return -1
-
-
-def _switch(name: str) -> bool:
-    value = os.environ.get(name, "").lower()
-    if value not in ("", "0", "false", "1", "true"):
-        raise ValueError(f"{name} must be 1, 0, true or false, not {value!r}")
-    return value in ("1", "true")

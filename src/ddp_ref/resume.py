@@ -52,13 +52,22 @@ def rehearse(model: nn.Module, loss: Callable[[], Tensor], device: torch.device)
     """
     if not isinstance(model, DistributedDataParallel):
         return
-    generators = generator_state(device)
-    buffers = [buffer.clone() for buffer in model.buffers()]
+    generators, buffers = generator_state(device), copied_buffers(model)
     loss().backward()
     model.zero_grad()
-    for buffer, before in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(before)
+    restore_buffers(model, buffers)
     set_generator_state(generators, device)
+
+
+def copied_buffers(model: nn.Module) -> list[Tensor]:
+    """Return copies of what a forward may change: statistics, as BatchNorm's."""
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def restore_buffers(model: nn.Module, copies: list[Tensor]) -> None:
+    """Set the buffers of `model` to what `copied_buffers` returned."""
+    for buffer, before in zip(model.buffers(), copies, strict=True):
+        buffer.copy_(before)
 
 
 def check_fits(

@@ -69,7 +69,7 @@ def write_history(history: Mapping[str, Sequence[float]], path: str | Path) -> N
 
 
 def _settings(handler: Any) -> dict[str, Any]:
-    loss_fn, scheduler = handler.loss_fn, handler.scheduler
+    loss_fn, scheduler = handler.objective.loss_fn, handler.scheduler
     return {
         "model": repr(handler.model).splitlines(),
         "optimizer": repr(handler.optimizer).splitlines(),

@@ -1,0 +1,54 @@
+"""What is asked of a model: the loss and the metrics of a batch, means over its samples."""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .batches import move, pair, samples_in
+from .exchange import Sums, Value
+
+
+class Objective:
+    """Compute `loss_fn(outputs, targets)` and each of `metrics`, under `autocast`, on `device`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Tensor],
+        metrics: Mapping[str, Callable[[Any, Any], Value]],
+        device: torch.device,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        if "loss" in metrics:
+            raise ValueError('a metric cannot be named "loss", the loss is: choose another name')
+        self.loss_fn, self.metrics, self.device, self.autocast = loss_fn, metrics, device, autocast
+
+    def new_sums(self) -> Sums:
+        """Return sums for the loss and the metrics, over no samples yet."""
+        return Sums(["loss", *self.metrics], self.device)
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Value]]:
+        """Return the loss of `batch` for backward, and it and the metrics by their names."""
+        inputs, targets = pair(move(batch, self.device))
+        with self.autocast():
+            outputs = model(inputs)
+            loss = self.loss_fn(outputs, targets)
+            with torch.no_grad():
+                values = {name: metric(outputs, targets) for name, metric in self.metrics.items()}
+        return loss, {"loss": loss} | values
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of `batch` alone."""
+        inputs, targets = pair(move(batch, self.device))
+        with self.autocast():
+            return self.loss_fn(model(inputs), targets)
+
+    def over(self, model: nn.Module, batches: Iterable[Any]) -> Sums:
+        """Return the sums over all `batches`."""
+        sums = self.new_sums()
+        for batch in batches:
+            _, values = self(model, batch)
+            sums.vector += sums.row(samples_in(pair(batch)[1]), values)
+        return sums
