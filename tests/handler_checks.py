@@ -255,6 +255,12 @@ def state_of(handler):
     return flat(handler.model), momentum
 
 
+def fewer(samples):
+    """Leave some samples out: what is drawn of a data set is not what comes of it."""
+    kept = [(inputs, target) for inputs, target in samples if inputs[0] > -0.5] or samples[:1]
+    return torch.stack([inputs for inputs, _ in kept]), torch.stack([t for _, t in kept])
+
+
 def resumable(workers=0, **options):
     def schedule(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), "step"
@@ -268,6 +274,7 @@ def resumable(workers=0, **options):
         accumulate=2,
         scheduler=schedule,
         exchange_every=3,
+        loader={"collate_fn": fewer},
         **options,
     )
     handler.set_val_loader(Points(9), 2)
@@ -305,6 +312,118 @@ def check_a_run_resumed_at_any_step_is_the_uninterrupted_one():
             assert handler.optimizer.param_groups[0]["lr"] == 0.1 / 4
     assert whole.train_losses[1] < whole.train_losses[0]
     assert_same_on_all_ranks(torch.tensor(whole.train_losses + whole.val_losses))
+
+
+def distributed_sampler(size):
+    return {"sampler": DistributedSampler(range(size), world_size(), rank(), seed=0)}
+
+
+def check_a_sampler_of_the_users_is_told_the_epoch_and_resumed():
+    """DistributedSampler gives the order that ours has, also from the middle of an epoch on."""
+    size = 20 * world_size()
+    ours = job(size, 4)
+    ours.train(3)
+    whole = job(size, 4, loader=distributed_sampler(size), callbacks=[SaveEach()])
+    whole.train(3)
+    assert torch.equal(flat(ours.model), flat(whole.model)) and whole.step == 15
+    for step in (7, 10):
+        handler = job(size, 4, loader=distributed_sampler(size))
+        handler.load(f"{step}.pt")
+        handler.train(3)
+        assert torch.equal(flat(handler.model), flat(whole.model))
+    with pytest.raises(ValueError, match="cannot go on with"):
+        handler = job(size, 4)  # whose position is counted otherwise
+        handler.load("7.pt")
+        handler.train(3)
+
+
+class Normed(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(5)
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def check_a_skipped_step_leaves_no_trace():
+    """Neither in BatchNorm's statistics nor in the schedule, whichever rank had the sample."""
+    size = 24 * world_size()
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "step"
+
+    for bad in range(world_size() + 1):
+        handler = job(size, 6, model=Normed(), on_nonfinite="skip", scheduler=schedule)
+        data = handler.train_loader.dataset.dataset
+        data.inputs[bad] = torch.nan
+        handler.set_val_loader(Points(9), 3)
+        handler.train(1)
+        assert handler.skipped == 1 and handler.step == 4
+        assert handler.optimizer.param_groups[0]["lr"] == 0.1 / 2**3
+        assert torch.isfinite(handler._bare[1].running_mean).all()
+        assert 0 < handler.val_losses[0] < 2
+        handler.save("finite.pt")
+
+
+def check_gradients_are_clipped_as_by_hand():
+    handler = job(6 * world_size(), 6, clip_norm=0.05, lr=1.0)
+    handler.train(1)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = Points(6 * world_size())
+    nn.functional.cross_entropy(model(data.inputs), data.targets).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    optimizer.step()
+    assert norm > 0.1
+    assert torch.allclose(flat(handler.model), flat(model), atol=1e-6)
+
+
+class Branches(nn.Module):
+    """Only one of its two branches is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def check_unused_parameters_are_an_error_or_found():
+    size = 4 * world_size()
+    if dist.is_initialized():
+        with pytest.raises(RuntimeError, match="parameters that were not used"):
+            job(size, 2, model=Branches()).train(1)
+    for name, value, options in (
+        ("DDP_FIND_UNUSED_PARAMETERS", "true", {}),
+        ("DDP_FIND_UNUSED_PARAMETERS", "0", {"find_unused_parameters": True}),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(name, value)
+            handler = job(size, 2, model=Branches(), **options)
+        before = flat(handler._bare.used), flat(handler._bare.unused)
+        handler.train(1)
+        assert not torch.equal(flat(handler._bare.used), before[0])
+        assert torch.equal(flat(handler._bare.unused), before[1])
+
+
+def check_a_model_without_gradients_is_only_used():
+    model = network().requires_grad_(False)
+    handler = job(model=model)
+    found = handler.predict(Points(5), 2)
+    assert found is None if handler.rank else torch.allclose(found, model(Points(5).inputs))
+    if dist.is_initialized():
+        with pytest.raises(ValueError, match="wrapped in DDP already"):
+            job(model=nn.Sequential(DistributedDataParallel(network())))
+
+
+def check_ranks_with_other_numbers_of_batches_are_refused():
+    batches = [[0], [1], [2], [3]][: 3 + (rank() > 0)]
+
+    class Batches(list):
+        rank, num_replicas = rank(), world_size()
+
+    if world_size() > 1:
+        with pytest.raises(ValueError, match="batches, they have 3 to 4"):
+            job(8, 1, loader={"batch_sampler": Batches(batches)})
 
 
 if __name__ == "__main__":

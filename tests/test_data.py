@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 
 from ddp_ref.data import ShardSampler, TrainSampler, shard_loader, train_loader
+from ddp_ref.position import set_place
 
 SIZES = st.integers(1, 40)
 WORLDS = st.integers(1, 6)
@@ -254,3 +256,42 @@ def test_workers_that_are_left_do_not_keep_their_rank_from_ending(tmp_path, how,
     ended = run(sys.executable, "script.py", how, started, cwd=tmp_path, timeout=60)
     assert ended.code == (how == "failing"), ended.stderr
     assert ("KeyError" in ended.stderr) == (how == "failing")
+
+
+class Draws:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.rand(())
+
+
+def test_workers_of_a_sampler_of_the_callers_draw_others_on_each_rank_and_epoch():
+    def drawn(rank, epoch, seed=0):
+        sampler = DistributedSampler(range(4), 2, rank)
+        loader = train_loader(
+            Draws(), 2, rank=rank, world_size=2, seed=seed, sampler=sampler, num_workers=1
+        )
+        set_place(loader, epoch, 0, rank)
+        return tuple(torch.cat(list(loader)).tolist())
+
+    places = [(0, 0), (1, 0), (0, 1), (0, 0, 7)]
+    assert len({drawn(*place) for place in places}) == 4
+    assert drawn(1, 3) == drawn(1, 3)
+
+
+def test_workers_may_be_started_by_another_thread():
+    """PR_SET_PDEATHSIG is of the thread, whose end is not the rank's."""
+    loaders = []
+
+    def start():
+        options = {"num_workers": 1, "persistent_workers": True}
+        loaders.append(train_loader([1.0] * 8, 2, rank=0, world_size=1, **options))
+        assert len(list(loaders[0])) == 4
+
+    for _ in range(2):
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+    assert [len(list(loader)) for loader in loaders] == [4, 4]
+    loaders.clear()

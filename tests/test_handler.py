@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from collections import UserDict
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import torch
 from harness import run, torchrun
 from rank_checks import check_passes, checks
 from torch import nn
+from torch.utils.data import RandomSampler
 from training_job import Points, accuracy, job
 
-from ddp_ref import Callback, Handler, run_ranks
+from ddp_ref import Callback, Checkpoint, Handler, run_ranks
+from ddp_ref.exchange import caught_signals
 
 SCRIPT = "handler_checks.py"
 LIMIT = timedelta(minutes=2)
@@ -175,8 +178,13 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         job(seed=5).load(tmp_path / "step_7.pt")
     with pytest.raises(ValueError, match="this Handler has optimizer, scheduler"):
         job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)).load(tmp_path / "step_7.pt")
-    with pytest.raises(ValueError, match="other metrics"):
-        job(metrics={}).load(tmp_path / "step_7.pt")
+    with pytest.raises(ValueError, match=r"other metrics: \['accuracy'\], not \['other'\]"):
+        job(metrics={"other": accuracy}).load(tmp_path / "step_7.pt")
+    (tmp_path / "step_old_9.pt").write_bytes(b"not one of ours")
+    with pytest.warns(UserWarning, match=r"step_8\.pt is not a whole checkpoint"):
+        job().load(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        job().load(tmp_path / "none.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -190,11 +198,26 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         ({"on_nonfinite": "ignore"}, "on_nonfinite must be"),
         ({"metrics": {"loss": accuracy}}, "cannot be named"),
         ({"scheduler": (None, "batch")}, "scheduler must be one"),
+        (
+            {"scheduler": lambda o: (torch.optim.lr_scheduler.ReduceLROnPlateau(o), "step")},
+            "ReduceLROnPlateau looks at an epoch's loss",
+        ),
+        ({"metrics": {"none": lambda outputs, targets: None}}, "none must be one number.*not None"),
+        (
+            {"metrics": {"row": lambda outputs, targets: outputs}},
+            r"row must be .*of shape \(3, 2\)",
+        ),
+        (
+            {"size": 2, "loader": {"drop_last": True}},
+            "an epoch has no batch: 3 samples a batch are",
+        ),
+        ({"loader": {"sampler": []}}, "an epoch has no batch"),
+        ({"loader": {"collate_fn": lambda samples: (torch.ones(0, 4), torch.ones(0))}}, "no sampl"),
     ],
 )
 def test_a_setting_that_is_not_there_is_refused(options, text):
     with pytest.raises(ValueError, match=text):
-        job(**options)
+        job(**options).train(1)
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -223,3 +246,147 @@ def test_bfloat16_and_a_scheduler_an_epoch():
     assert dtypes == {torch.bfloat16} and handler.model[0].weight.dtype == torch.float32
     assert handler.train_losses[-1] < handler.train_losses[0]
     assert handler._optimization.scheduler.last_epoch == 3
+
+
+def test_a_position_counts_what_was_drawn_not_what_came_of_it(tmp_path):
+    """Of a batch of 4 sentences come 24 tokens; the second half of the epoch is not lost."""
+    seen = []
+
+    def tokens(samples):
+        seen.extend(inputs[0].item() for inputs, _ in samples)
+        inputs = torch.stack([inputs for inputs, _ in samples]).repeat(6, 1)
+        return inputs, torch.stack([target for _, target in samples]).repeat(6)
+
+    handler = job(40, 4, loader={"collate_fn": tokens}, callbacks=[StopsAt(2)], exchange_every=1)
+    handler.train(1)
+    handler.save(tmp_path / "a.pt")
+    assert (handler.step, handler.position) == (2, 8)
+    handler = job(40, 4, loader={"collate_fn": tokens})
+    handler.load(tmp_path / "a.pt")
+    seen.clear()
+    handler.train(1)
+    assert (handler.step, handler.epoch, len(set(seen))) == (10, 1, 32)
+    handler = job(39, 4)
+    handler.load(tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"cannot go on with .*: give the same data"):
+        handler.train(1)
+
+
+def test_an_order_that_is_lost_is_told_and_the_epoch_begun_again(tmp_path):
+    options = {"loader": {"sampler": RandomSampler(Points(12))}, "exchange_every": 1}
+    handler = job(12, 2, callbacks=[StopsAt(3)], **options)
+    handler.train(1)
+    handler.save(tmp_path / "a.pt")
+    handler = job(12, 2, **options)
+    handler.load(tmp_path / "a.pt")
+    with pytest.warns(UserWarning, match="epoch 1 is begun again: .* give the sampler a set_epoch"):
+        handler.train(1)
+    assert (handler.step, handler.epoch) == (3 + 6, 1)
+
+
+class Recorded(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    def step(self, value, **options):
+        self.values = [*getattr(self, "values", []), value]
+        super().step(value, **options)
+
+
+def test_a_plateau_is_one_of_the_validation_loss_where_there_is_one(tmp_path):
+    handler = job(scheduler=Recorded)
+    handler.set_val_loader(Points(9), 2)
+    handler.train(2)
+    assert handler.scheduler.values == handler.val_losses != handler.train_losses
+    handler.save(tmp_path / "a.pt")
+    handler = job(scheduler=Recorded)
+    handler.load(tmp_path / "a.pt")
+    handler.train(4)
+    assert handler.scheduler.values[2:] == handler.train_losses[2:]
+    assert torch.tensor(handler.val_losses).isnan().tolist() == [False, False, True, True]
+
+
+def test_a_signal_that_came_too_late_is_raised_again():
+    caught = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: caught.append("mine"))
+    try:
+        with caught_signals(into := []):
+            signal.raise_signal(signal.SIGUSR1)
+            assert not caught and into == [signal.SIGUSR1]
+        assert caught == ["mine"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_weights_that_are_not_finite_end_training_though_the_loss_was(tmp_path):
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+            self.zero = nn.Parameter(torch.zeros(2))
+
+        def forward(self, inputs):
+            return self.linear(inputs) + self.zero.abs().sqrt()
+
+    with pytest.raises(
+        FloatingPointError, match="the weights are not finite at the end of epoch 1"
+    ):
+        job(3, 3, model=Root(), callbacks=[Checkpoint(tmp_path)]).train(1)
+    assert not list(tmp_path.glob("*.pt"))
+
+
+def test_an_error_of_one_rank_in_a_callbacks_prediction_is_the_error_of_all():
+    def work():
+        class Bad(Points):
+            def __getitem__(self, index):
+                if index == 1:
+                    raise KeyError("an item")
+                return super().__getitem__(index)
+
+        class Predicts(Callback):
+            def on_epoch_end(self):
+                self.handler.predict(Bad(4), 2)
+
+        job(12, 2, callbacks=[Predicts()]).train(1)
+
+    with pytest.raises(KeyError, match="an item"):
+        run_ranks(work, nproc=2, timeout=LIMIT)
+
+
+class Words(UserDict):
+    """A batch with a class of its own, as tokenizers give."""
+
+    def to(self, device):
+        return Words({name: value.to(device) for name, value in self.items()})
+
+    @property
+    def ids(self):
+        return self["ids"]
+
+
+def test_batches_of_many_kinds():
+    class Reads(nn.Linear):
+        def forward(self, words):
+            return super().forward(words.ids)
+
+    def collate(samples):
+        inputs = torch.stack([inputs for inputs, _ in samples])
+        return Words(ids=inputs), torch.stack([target for _, target in samples])
+
+    handler = job(model=Reads(4, 2), loader={"collate_fn": collate})
+    handler.train(1)
+
+    class Detects(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs).squeeze()
+
+    def boxes(samples):
+        return torch.stack([i for i, _ in samples]), [{"boxes": torch.ones(9, 4)} for _ in samples]
+
+    handler = job(7, 3, model=Detects(4, 1), metrics={}, loader={"collate_fn": boxes})
+    handler.objective.loss_fn = lambda outputs, targets: outputs.sum()
+    handler.train(1)
+    assert handler.predict(Points(7), 3).shape == (7,)  # also of the last batch, of one
+
+
+def test_lbfgs_is_refused():
+    model = nn.Linear(4, 2)
+    with pytest.raises(ValueError, match="LBFGS runs the model several times a step"):
+        Handler(model, torch.optim.LBFGS(model.parameters()), nn.functional.cross_entropy)

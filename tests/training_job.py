@@ -39,8 +39,8 @@ def accuracy(outputs, targets):
     return (outputs.argmax(1) == targets).double().mean()
 
 
-def job(size=20, batch_size=3, *, model=None, noise=0.0, workers=0, lr=0.1, **options):
-    """Return a Handler on the CPU with its training set."""
+def job(size=20, batch_size=3, *, model=None, noise=0.0, workers=0, lr=0.1, loader=None, **options):
+    """Return a Handler on the CPU with its training set; `loader` is for its DataLoader."""
     torch.set_num_threads(1)
     model = network() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -49,7 +49,8 @@ def job(size=20, batch_size=3, *, model=None, noise=0.0, workers=0, lr=0.1, **op
         options["scheduler"] = scheduler(optimizer)
     handler = Handler(model, optimizer, nn.functional.cross_entropy, **options)
     dtype = next(model.parameters()).dtype
-    handler.set_train_loader(Points(size, noise, dtype), batch_size, num_workers=workers)
+    data = Points(size, noise, dtype)
+    handler.set_train_loader(data, batch_size, num_workers=workers, **(loader or {}))
     return handler
 
 
