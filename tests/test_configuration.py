@@ -64,6 +64,7 @@ def test_names_of_what_a_run_is_made_of(name, expected):
         "__main__.system",
         "__main__.alias.system",
         # Through attributes:
+        "__main__._function",
         "__main__.function.__globals__",
         "__main__.function.__globals__.os",
         "__main__.__builtins__",
@@ -99,7 +100,8 @@ def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch, tmp_path)
         """Its globals hold all that this test has imported."""
 
     function.__module__ = "__main__"
-    for attribute, value in {"os": os, "system": os.system, "function": function}.items():
+    found = {"os": os, "system": os.system, "function": function, "_function": function}
+    for attribute, value in found.items():
         monkeypatch.setattr(main, attribute, value, raising=False)
     monkeypatch.setattr(main, "alias", sys.modules["os"], raising=False)
     text = f'a: 1\nb: !pyobject "{name}"'

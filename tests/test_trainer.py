@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+import random
 import re
 import sys
 from datetime import timedelta
@@ -198,7 +199,8 @@ class Drawn(Dataset):
     """Numbers that nobody has seeded, as in the tutorial; `more` items on a rank above 0."""
 
     def __init__(self, size, more=0):
-        self.items = torch.rand(size + more * int(os.environ["RANK"]), 4)
+        number = size + more * int(os.environ["RANK"])
+        self.items = torch.tensor([[random.random() for _ in range(4)] for _ in range(number)])
 
     def __len__(self):
         return len(self.items)
@@ -253,6 +255,7 @@ def test_it_stops_early_saves_and_goes_on(tmp_path):
     trainer = TrainerDDP(0, config | {"early_stopping": stopping})
     _, val_results = trainer.run_training(*trainer.prepare_dataloaders()[:2])
     assert len(val_results) == 3
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step_000000030.pt"]  # at the end
     config["training"]["num_epochs"] = 5
     trainer = TrainerDDP(0, config)
     resumed = trainer.run_training(*trainer.prepare_dataloaders()[:2])

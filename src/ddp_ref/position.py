@@ -33,7 +33,7 @@ def batches_from(loader: DataLoader[Any], position: int) -> Iterator[Any]:
 
 
 def position_after(loader: DataLoader[Any], position: int, batches: int) -> int:
-    """Return the position after `batches` more batches on each rank.
+    """Return the position after `batches` more batches on each rank; the last may be beyond the end.
 
     What was drawn counts, not what a collate_fn has made of it.
     """
@@ -41,8 +41,7 @@ def position_after(loader: DataLoader[Any], position: int, batches: int) -> int:
     if not isinstance(sampler, TrainSampler):
         return position + batches
     assert loader.batch_size is not None
-    left = -(-(sampler.size - position) // sampler.world_size)  # the last batch may be smaller
-    return position + min(batches * loader.batch_size, left) * sampler.world_size
+    return position + batches * loader.batch_size * sampler.world_size
 
 
 def has_known_order(loader: DataLoader[Any]) -> bool:
