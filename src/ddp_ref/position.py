@@ -33,7 +33,7 @@ def batches_from(loader: DataLoader[Any], position: int) -> Iterator[Any]:
 
 
 def position_after(loader: DataLoader[Any], position: int, batches: int) -> int:
-    """Return the position after `batches` more batches on each rank; the last may be beyond the end.
+    """Return the position after `batches` more batches on each rank; past the end for the last.
 
     What was drawn counts, not what a collate_fn has made of it.
     """
