@@ -47,13 +47,13 @@ NONFINITE = 'lower the learning rate, set clip_norm, or use on_nonfinite="skip"'
 class Handler:
     """Train, evaluate and save `model` on every rank of the launch, or on this process alone.
 
-    Collective, as are all methods but `stop`: all ranks call. A batch is (inputs, targets);
-    `loss_fn(outputs, targets)` and each of `metrics` (name: function of the same) are means over
-    samples. `scheduler` steps per epoch, as `(scheduler, "step")` per optimizer step.
-    `accumulate` batches make one optimizer step. `clip_norm` bounds the gradients' norm;
-    `precision` is "fp32", "bf16" or "fp16". `on_nonfinite` "raise" ends training with
-    FloatingPointError, "skip" leaves such steps out. Every `exchange_every` optimizer steps the
-    ranks tell each other of losses, errors and signals. `run_dir` is a folder for this run:
+    Collective, as are all methods but `stop`, `evaluate` and `log`: all ranks call. A batch is
+    (inputs, targets); `loss_fn(outputs, targets)` and each of `metrics` (name: function of the
+    same) are means over samples. `scheduler` steps per epoch, as `(scheduler, "step")` per
+    optimizer step. `accumulate` batches make one optimizer step. `clip_norm` bounds the norm of
+    its gradients; `precision` is "fp32", "bf16" or "fp16". `on_nonfinite` "raise" ends training
+    with FloatingPointError, "skip" leaves such steps out. Every `exchange_every` optimizer steps
+    the ranks tell each other of losses, errors and signals. `run_dir` is a folder for this run:
     configuration, log, history, figures, and each epoch a checkpoint, unless a Checkpoint callback
     has its own folder. Checkpoints are also what a signal that ends training leaves.
     `find_unused_parameters` is DDP's; None: if DDP_FIND_UNUSED_PARAMETERS is 1 or true.
