@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import run, torchrun
 
 HERE = Path(__file__).parent
@@ -53,6 +54,12 @@ def checks(script: str) -> list[str]:
     """Return the names of the checks in `script`, without running it."""
     source = (HERE / script).read_text()
     return [line[4:].split("(")[0] for line in source.splitlines() if line.startswith("def check_")]
+
+
+def started_once(script: str, world: int, *flags: str) -> Any:
+    """Return (world, flags) as a parameter whose tests all go to one worker, which starts ranks."""
+    group = pytest.mark.xdist_group(f"{script} {world}")
+    return pytest.param(world, flags, marks=group, id=str(world))
 
 
 def check_passes(script: str, name: str, world: int, *flags: str) -> None:
