@@ -5,6 +5,8 @@ torchrun --standalone --nproc-per-node=2 scripts/train_reference.py --config ...
 """
 
 import argparse
+import os
+import signal
 import socket
 import sys
 
@@ -43,7 +45,22 @@ def spawn(nproc, config):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config["parallel"] |= {"world_size": nproc, "master_addr": "127.0.0.1", "master_port": port}
-    mp.spawn(train, args=(config,), nprocs=nproc)
+    ranks = mp.spawn(train, args=(config,), nprocs=nproc, join=False)
+
+    def forward(number, frame):
+        """Hand a signal on to the ranks, which save and exit with 143."""
+        for pid in ranks.pids():
+            os.kill(pid, number)
+
+    signal.signal(signal.SIGTERM, forward)
+    signal.signal(signal.SIGUSR1, forward)
+    try:
+        while not ranks.join():
+            pass
+    except mp.ProcessExitedException as error:
+        if error.exit_code != 143:
+            raise
+        sys.exit(143)
 
 
 @record  # so that torchrun shows the traceback of the rank that failed first
@@ -53,7 +70,9 @@ def main():
     parser.add_argument(
         "--nproc", type=int, help="processes to start here; without, the launcher's"
     )
-    parser.add_argument("--set", nargs="+", default=[], help="KEY=VALUE: training.batch_size=64")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], help="KEY=VALUE: training.batch_size=64"
+    )
     args = parser.parse_args()
     allow = "torch", "datautils", "__main__"  # what the file may name
     try:

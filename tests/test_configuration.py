@@ -164,6 +164,7 @@ def test_numbers_and_keys_are_read_as_they_are_meant():
     assert yaml.load("{a: &x {b: 1}, c: {<<: *x, d: 2}}", loader)["c"] == {"b": 1, "d": 2}
     with pytest.raises(ValueError, match="line 3: the key lr is there twice"):
         yaml.load("a:\n  lr: 1\n  lr: 2\n", loader)
+    assert yaml.load("{1: a, '1': b}", loader) == {1: "a", "1": "b"}
     assert yaml.safe_load("1e-3") == "1e-3"  # PyYAML's own loader is as it was
 
 
@@ -184,6 +185,8 @@ def test_overrides(tmp_path):
     assert config["training"]["num_epochs"] == 7 and config["training"]["path"] is None
     assert config["training"]["optimizer_kwargs"] == {"lr": 0.01}
     assert config["early_stopping"]["type"] == "DefaultEarlyStopping"
+    null = LEAST + "early_stopping: null"
+    assert read(null, tmp_path, overrides=["early_stopping.type=DefaultEarlyStopping"])
     for override, text in [
         ("training.epochs=7", "training has the key 'epochs', allowed are"),
         ("criterion.x=1", r"criterion\.x cannot be set"),
@@ -197,8 +200,8 @@ def test_overrides(tmp_path):
     ("change", "text"),
     [
         (("num_epochs: 2", "num_epochs: two"), r"training\.num_epochs must be an integer .*'two'"),
-        (("num_epochs: 2", "num_epochs: true"), "integer of at least 1, not True"),
-        (("batch_size: 3", "batch_size: 0"), r"training\.batch_size must .* at least 1, not 0"),
+        (("num_epochs: 2", "num_epochs: true"), "integer from 1 to .*, not True"),
+        (("batch_size: 3", "batch_size: 0"), r"training\.batch_size must .* from 1 to .*, not 0"),
         (("  batch_size: 3\n", ""), r"training\.batch_size is missing, it must be an integer"),
         (("batch_size", "batchsize"), "training has the key 'batchsize', allowed are .*num_epochs"),
         (("torch.optim.SGD", "torch.nn.Linear"), r"optimizer_type must be an optimizer"),
@@ -225,6 +228,13 @@ def test_overrides(tmp_path):
             ),
             "testing has data of its own and a fraction",
         ),
+        (("training:", f"training:\n  seed: {2**63}"), r"training\.seed must be an integer from 0"),
+        (("args: [4, 2]", "kwargs: {1: 2}"), r"model\.kwargs must be a mapping of names"),
+        (("training:", "metrics: {loss_std: !pyobject torch.nn.Linear}\ntraining:"), "named loss_"),
+        (("num_epochs: 2", "num_epochs: !!bool x"), "config.yaml: 'x'"),
+        (("num_epochs: 2", "num_epochs: !!timestamp x"), "config.yaml: "),
+        (("num_epochs: 2", "num_epochs: !!float ''"), "config.yaml: "),
+        (("num_epochs: 2", f"num_epochs: {'[' * 3000}"), "config.yaml: maximum recursion"),
         ((LEAST, ""), "the configuration must be a mapping of data, model.*, not None"),
         ((LEAST, "a: ["), "config.yaml: while parsing"),
     ],
@@ -233,6 +243,23 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path, change, text):
     with pytest.raises(ValueError, match=text) as caught:
         read(LEAST.replace(*change), tmp_path)
     assert "config.yaml: " in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_aliases_do_not_blow_up(tmp_path):
+    """Ten nested levels of ten aliases are ten thousand million values, if anybody looks."""
+    levels = ["x0: &x0 [a, b]"]
+    levels += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 11)]
+    bomb = "{" + ", ".join(levels) + "}"
+    with pytest.raises(ValueError, match="metrics must be a mapping of names to functions"):
+        read(LEAST.replace("training:", f"metrics: {bomb}\ntraining:"), tmp_path)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(ValueError, match=r"config\.yaml: .*codec can't decode"):
+        load_config(tmp_path / "config.yaml")
+    with pytest.raises(FileNotFoundError):
+        load_config(tmp_path / "none.yaml")
 
 
 def test_what_is_written_is_read(tmp_path):

@@ -174,11 +174,11 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
     assert (handler.epoch, handler.step) == (1, 7) and len(handler.train_losses) == 1
     with pytest.raises(FileNotFoundError):
         handler.load(tmp_path / "none.pt")
-    with pytest.raises(ValueError, match="seed 0, not 5"):
+    with pytest.raises(ValueError, match="the seed 0, not 5"):
         job(seed=5).load(tmp_path / "step_7.pt")
     with pytest.raises(ValueError, match="this Handler has optimizer, scheduler"):
         job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)).load(tmp_path / "step_7.pt")
-    with pytest.raises(ValueError, match=r"other metrics: \['accuracy'\], not \['other'\]"):
+    with pytest.raises(ValueError, match=r"the metrics \['accuracy'\], not \['other'\]"):
         job(metrics={"other": accuracy}).load(tmp_path / "step_7.pt")
     (tmp_path / "step_old_9.pt").write_bytes(b"not one of ours")
     with pytest.warns(UserWarning, match=r"step_8\.pt is not a whole checkpoint"):

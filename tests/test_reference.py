@@ -1,11 +1,12 @@
 """train_reference.py: one file alone, with --nproc and under torchrun; the ladder's own weights."""
 
 import re
+import signal
 import sys
 
 import pytest
 import torch
-from harness import SCRIPTS, run, torchrun
+from harness import SCRIPTS, Running, run, torchrun
 
 SCRIPT, CONFIG = SCRIPTS / "train_reference.py", SCRIPTS / "configs" / "digits.yaml"
 EPOCHS = "training.num_epochs=3"
@@ -33,7 +34,7 @@ def same(one, other):
 
 
 def test_a_page():
-    assert len(SCRIPT.read_text().splitlines()) <= 75
+    assert len(SCRIPT.read_text().splitlines()) <= 90
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +91,22 @@ def test_a_mistake_is_one_line(flags, text, tmp_path):
     ended = run(sys.executable, SCRIPT, *flags, cwd=tmp_path)
     assert ended.code == 1 and text in ended.stderr
     assert len(ended.stderr.splitlines()) == 1 and not ended.stdout
+
+
+def test_settings_of_several_flags_are_all_taken(tmp_path):
+    settings = ["--set", "training.num_epochs=1", "--set", "training.path=elsewhere"]
+    ended = run(sys.executable, SCRIPT, "--config", CONFIG, *settings, cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    names = [path.name for path in (tmp_path / "elsewhere").glob("*.pt")]
+    assert names == ["step_000000045.pt"]
+
+
+def test_a_signal_to_the_parent_saves(tmp_path):
+    flags = ["--config", CONFIG, "--nproc", "2", "--set", "training.num_epochs=9999"]
+    with Running(sys.executable, SCRIPT, *flags, cwd=tmp_path) as running:
+        running.wait_for("epoch 2 |")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait().code == 143, running.text()
+    text = (tmp_path / "runs/digits/log.txt").read_text()
+    step = re.search(r"ended by a signal at step (\d+)", text)
+    assert step and saved(tmp_path, int(step[1]))

@@ -220,18 +220,90 @@ def test_the_split_is_the_same_on_all_ranks_and_nothing_leaks():
         parts.insert(0, train_loader.dataset.dataset)
         items = [torch.stack([inputs for inputs, _ in part]) for part in parts]
         seen = torch.cat([inputs for inputs, _ in train_loader])
+        config["early_stopping"] = {
+            "type": "DefaultEarlyStopping",
+            "kwargs": {"patience": 1, "min_delta": 10.0},
+        }
+        trainer = TrainerDDP(trainer.info.rank, config | {"data": {"type": Drawn, "args": [37]}})
+        _, results = trainer.run_training(*trainer.prepare_dataloaders()[:2])
         config = config | {"data": {"type": Drawn, "args": [37, 1]}}
         with pytest.raises(ValueError, match="all ranks must have the same data"):
             TrainerDDP(trainer.info.rank, config).prepare_dataloaders()
-        return items, seen
+        config |= {"data": {"type": Drawn}, "parallel": {"find_unused_parameters": True}}
+        assert TrainerDDP(trainer.info.rank, config).handler.model.find_unused_parameters
+        return items, seen, results
 
     ranks = run_ranks(work, nproc=3, timeout=LIMIT)
-    for items, _ in ranks:
+    check_spread(*ranks[0][0][1:2], [results for _, _, results in ranks])
+    for items, _, _ in ranks:
         assert [len(part) for part in items] == [29, 4, 4]
         assert all(torch.equal(*pair) for pair in zip(items, ranks[0][0], strict=True))
     assert len(torch.cat(ranks[0][0]).unique(dim=0)) == 37
-    seen = torch.cat([own for _, own in ranks]).unique(dim=0)
+    seen = torch.cat([own for _, own, _ in ranks]).unique(dim=0)
     assert torch.equal(seen, ranks[0][0][0].unique(dim=0))  # the training part, and no other item
+
+
+def check_spread(items, results):
+    """All ranks stopped after the same epoch, with the spread over the batches of all of them."""
+    assert results[0] == results[1] == results[2] and len(results[0]) == 2
+    assert len(items) == 4  # two for rank 0, one for each other, in a batch each
+    assert results[0][-1]["loss_std"] > 0
+
+
+def test_settings_reach_the_handler(tmp_path):
+    settings = {"accumulate": 2, "clip_norm": 0.5, "precision": "bf16", "on_nonfinite": "skip"}
+    trainer = TrainerDDP(0, configuration(**settings, seed=3))
+    handler = trainer.handler
+    assert {name: getattr(handler, name) for name in settings} == settings and handler.seed == 3
+
+
+def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
+    def train(config):
+        trainer = TrainerDDP(0, config)
+        return trainer.run_training(*trainer.prepare_dataloaders()[:2])
+
+    config = configuration(path=str(tmp_path), num_epochs=1)
+    train(config)
+    before = (tmp_path / "config.yaml").read_text()
+    with pytest.raises(ValueError, match=r"a run on 40 samples, now there are 30: .* test items"):
+        train(config | {"validation": {"fraction": 0.3}})
+    with pytest.raises(ValueError, match="optimizer_type 'SGD', not 'AdamW'"):
+        train(config | {"training": config["training"] | {"optimizer_type": torch.optim.AdamW}})
+    with pytest.raises(RuntimeError, match="in loading state_dict"):
+        train(config | {"model": {"type": nn.Linear, "args": [4, 3]}})
+    assert (tmp_path / "config.yaml").read_text() == before
+    changed = {"num_epochs": 2, "optimizer_kwargs": {"lr": 1e-7}}
+    with pytest.warns(UserWarning, match=r"lr is 1e-07, but the checkpoint goes on with 0\.1"):
+        train(config | {"training": config["training"] | changed})
+    # With nothing to validate on, epochs have no such results.
+    config["training"]["num_epochs"] = 3
+    config |= {"validation": {"data": {"type": Points, "args": [0]}}, "testing": {"fraction": 0.2}}
+    _, val_results = train(config)
+    assert len(val_results) == 3 and math.isnan(val_results[-1]["loss_std"])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"data": {"type": iter, "args": [[1]]}}, "the data set must have a length"),
+        ({"model": {"type": network, "kwargs": {"x": 1}}}, "model cannot be made from its args"),
+        ({"data": {"type": Points}}, "data cannot be made from its args and kwargs: .*'size'"),
+    ],
+)
+def test_what_cannot_be_made_is_named(change, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        TrainerDDP(0, configuration() | change).prepare_dataloaders()
+
+
+def test_a_loss_that_is_no_number_has_no_spread():
+    def criterion(outputs, targets):
+        loss = nn.functional.cross_entropy(outputs, targets)
+        return loss if torch.is_grad_enabled() else loss * math.nan
+
+    trainer = TrainerDDP(0, configuration() | {"criterion": criterion})
+    loaders = trainer.prepare_dataloaders()
+    assert math.isnan(trainer.run_training(*loaders[:2])[1][-1]["loss_std"])
+    assert math.isnan(trainer.run_test(loaders[2])["loss_std"])
 
 
 def test_data_of_its_own_for_validation_and_none_for_testing():

@@ -219,6 +219,8 @@ def _check_readable(path: Path) -> None:
     """Raise TypeError for what `read` would refuse: found here, it costs no training."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
+    except OSError:
+        raise
     except Exception as error:
         raise TypeError(f"a checkpoint cannot hold this state: {_reason(error)}") from error
 

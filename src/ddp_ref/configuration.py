@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from .callbacks import Callback
+from .run_folder import replace_text
 from .schema import check_config
 
 ALLOW = ("torch", "__main__")
@@ -39,16 +40,18 @@ def load_config(
     "training.num_epochs=5". Raises ValueError in one line that names the key, the value and what is
     allowed; OSError where the file cannot be read; ImportError without PyYAML.
     """
-    loader, text = get_loader(allow), Path(path).read_text(encoding="utf-8")
+    loader = get_loader(allow)
     import yaml
 
     try:
-        config = yaml.load(text, loader)
+        config = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
         for override in overrides:
             name, _, value = override.partition("=")
             _set(config, name, yaml.load(value, loader))
         return check_config(config)
-    except (yaml.YAMLError, ValueError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # PyYAML raises any type for what it cannot read
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
@@ -80,7 +83,7 @@ def get_loader(allow: Sequence[str] = ALLOW) -> type:
     def mapping(loader: Any, node: Any) -> dict[Any, Any]:
         keys = [key for key, _ in node.value]
         for number, key in enumerate(keys):
-            if key.value in [other.value for other in keys[:number]]:
+            if (key.tag, key.value) in [(other.tag, other.value) for other in keys[:number]]:
                 line = key.start_mark.line + 1
                 raise ValueError(f"line {line}: the key {key.value} is there twice: leave out one")
         return loader.construct_mapping(node, deep=True)
@@ -103,8 +106,7 @@ def dump_config(config: Any, path: str | Path) -> None:
         return dumper.represent_scalar(TAG, home + getattr(value, "__qualname__", str(value)))
 
     Dumper.add_multi_representer(object, named)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(yaml.dump(config, Dumper=Dumper, sort_keys=False), encoding="utf-8")
+    replace_text(Path(path), yaml.dump(config, Dumper=Dumper, sort_keys=False))
 
 
 def resolve(name: str, allow: Sequence[str] = ALLOW) -> Any:
@@ -131,7 +133,9 @@ def _set(config: Any, name: str, value: Any) -> None:
     """Set the key with the dotted `name`; a section that is not there is made."""
     *sections, key = name.split(".")
     for section in sections:
-        config = config.setdefault(section, {}) if isinstance(config, dict) else None
+        if isinstance(config, dict) and config.get(section) is None:
+            config[section] = {}
+        config = config[section] if isinstance(config, dict) else None
     if not isinstance(config, dict):
         raise ValueError(f"{name} cannot be set: what its dots pass through must be sections")
     config[key] = value
@@ -151,7 +155,10 @@ def _module(name: str) -> ModuleType:
 def _step(found: Any, part: str) -> Any:
     """Return what the name `part` means in `found`."""
     if isinstance(found, ModuleType) and not hasattr(found, part):
-        return _module(f"{found.__name__}.{part}")
+        try:
+            return importlib.import_module(f"{found.__name__}.{part}")
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{found.__name__} has no {part}") from error
     try:
         return getattr(found, part)
     except AttributeError as error:

@@ -140,7 +140,7 @@ def train_loader(
     else:
         check_count("batch_size", batch_size)
         sampler = TrainSampler(
-            _size(dataset),
+            length_of(dataset),
             rank=rank,
             world_size=world_size,
             shuffle=shuffle is not False,
@@ -177,7 +177,7 @@ def shard_loader(
             "an IterableDataset has none, make a list of its items"
         )
     check_count("batch_size", batch_size)
-    sampler = ShardSampler(_size(dataset), rank=rank, world_size=world_size)
+    sampler = ShardSampler(length_of(dataset), rank=rank, world_size=world_size)
     return _loader(dataset, batch_size=batch_size, **loader | {"sampler": sampler})
 
 
@@ -225,7 +225,8 @@ def _start_worker(
         then(worker_id)
 
 
-def _size(dataset: Dataset[Any]) -> int:
+def length_of(dataset: Dataset[Any]) -> int:
+    """Return the length of `dataset`; ValueError where it has none."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:

@@ -132,6 +132,11 @@ class Handler:
         return self._optimization.skipped
 
     @property
+    def trained_on(self) -> int | None:
+        """How many samples the training set of the last epoch had; None before the first."""
+        return self._data.get("samples")
+
+    @property
     def train_losses(self) -> list[float]:
         """The mean training loss of each epoch, over the samples of all ranks."""
         return self.history.get("train_loss", [])
@@ -262,7 +267,9 @@ class Handler:
             return
         where, state = found
         parts = self._optimization.parts()
-        check_fits(where, state, [name for name, _ in parts], self.seed, list(self.metrics))
+        own = {"seed": self.seed, "metrics": list(self.metrics)}
+        own["optimizer_type"] = type(self.optimizer).__name__
+        check_fits(where, state, [name for name, _ in parts], own)
         load_weights(self.model, state["model"])
         for name, part in parts:
             part.load_state_dict(state[name])
@@ -450,6 +457,7 @@ class Handler:
             "ranks": [{"generators": state, "sums": sums} for state, sums in ranks],
             "data": self._data,
             "metrics": metrics,
+            "optimizer_type": type(self.optimizer).__name__,
             **{name: getattr(self, name) for name in names},
             **{name: part.state_dict() for name, part in self._optimization.parts()},
         }
@@ -490,7 +498,7 @@ class Handler:
             found.append(Checkpoint(run_dir))
         if self._run_folder:
             found.append(self._run_folder)
-        if self.rank == 0 and sys.stderr.isatty():
+        if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
             found.insert(0, ProgressBar())
         for callback in found:
             callback.handler = self

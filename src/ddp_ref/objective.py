@@ -23,6 +23,8 @@ class Objective:
     ) -> None:
         if "loss" in metrics:
             raise ValueError('a metric cannot be named "loss", the loss is: choose another name')
+        if isinstance(loss_fn, nn.Module):  # it may hold weights of the classes
+            loss_fn.to(device)
         self.loss_fn, self.metrics, self.device, self.autocast = loss_fn, metrics, device, autocast
 
     def new_sums(self) -> Sums:

@@ -71,21 +71,18 @@ def restore_buffers(model: nn.Module, copies: list[Tensor]) -> None:
 
 
 def check_fits(
-    where: Path, state: Mapping[str, Any], parts: Collection[str], seed: int, metrics: list[str]
+    where: Path, state: Mapping[str, Any], parts: Collection[str], own: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError unless `state` is of a Handler with these parts, seed and metrics."""
+    """Raise ValueError unless `state` is of a Handler with these `parts` and these `own` values."""
     known = STATEFUL & state.keys()
     if "ranks" not in state or known != set(parts):
         raise ValueError(
             f"{where} holds the state of {', '.join(sorted(known)) or 'no optimizer'}, this "
             f"Handler has {', '.join(sorted(parts))}: make it as the one that saved was made"
         )
-    if state["seed"] != seed:
-        raise ValueError(
-            f"{where} is of a run with seed {state['seed']}, not {seed}: its place in the data "
-            f"would be lost; use Handler(..., seed={state['seed']})"
-        )
-    if state["metrics"] != metrics:
-        raise ValueError(
-            f"{where} has other metrics: {state['metrics']}, not {metrics}; give Handler the same"
-        )
+    for name, value in own.items():
+        if state[name] != value:
+            raise ValueError(
+                f"{where} is of a run with the {name} {state[name]!r}, not {value!r}: make this "
+                "Handler with the same, or start anew elsewhere"
+            )

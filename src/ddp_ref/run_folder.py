@@ -40,7 +40,9 @@ class RunFolder(Callback):
             warnings.warn(f"a line of the log is lost: {error}", stacklevel=2)
 
     def on_train_start(self) -> None:
-        _replace(self.folder / "config.json", json.dumps(_settings(self.handler), indent=2) + "\n")
+        replace_text(
+            self.folder / "config.json", json.dumps(_settings(self.handler), indent=2) + "\n"
+        )
 
     def on_epoch_end(self) -> None:
         write_history(self.handler.history, self.folder / "history.csv")
@@ -65,7 +67,7 @@ def write_history(history: Mapping[str, Sequence[float]], path: str | Path) -> N
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["epoch", *history])
     writer.writerows(zip(range(1, last + 1), *columns, strict=True))
-    _replace(Path(path), text.getvalue())
+    replace_text(Path(path), text.getvalue())
 
 
 def _settings(handler: Any) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def _settings(handler: Any) -> dict[str, Any]:
     }
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
     """Write `text` to `path`, whole at any time: a reader may look while it trains."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

@@ -1,6 +1,7 @@
 """The keys of a configuration: what each may hold, and what it is where it is left out."""
 
 import copy
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -41,12 +42,14 @@ def check_config(config: Any) -> dict[str, Any]:
 def _check(name: str, value: Any, rule: Rule | Section) -> Any:
     if isinstance(rule, Rule):
         if not rule.holds(value):
-            raise ValueError(f"{name} must be {rule.allowed}, not {value!r:.80}")
+            raise ValueError(f"{name} must be {rule.allowed}, not {reprlib.repr(value)}")
         return value
     if value is None and rule.optional:
         return None
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a mapping of {_list(rule.keys)}, not {value!r:.80}")
+        raise ValueError(
+            f"{name} must be a mapping of {_list(rule.keys)}, not {reprlib.repr(value)}"
+        )
     if unknown := [key for key in value if key not in rule.keys]:
         raise ValueError(f"{name} has the key {unknown[0]!r}, allowed are {_list(rule.keys)}")
     within = "" if rule is CONFIG else f"{name}."
@@ -69,6 +72,8 @@ def _list(keys: Mapping[str, Any]) -> str:
 
 def _check_together(config: Mapping[str, Any]) -> None:
     """Raise ValueError for keys that do not go with each other."""
+    if taken := {"loss", "loss_std"} & config["metrics"].keys():
+        raise ValueError(f"metrics cannot be named {taken.pop()}, that is another value's name")
     for name in ("training", "validation", "testing"):
         section = config[name]
         if section["prefetch_factor"] is not None and not section["num_workers"]:
@@ -84,11 +89,11 @@ def _check_together(config: Mapping[str, Any]) -> None:
             )
 
 
-def _count(least: int = 1, default: Any = REQUIRED) -> Rule:
+def _count(least: int = 1, default: Any = REQUIRED, most: int = 2**31 - 1) -> Rule:
     def holds(value: Any) -> bool:
-        return type(value) is int and value >= least
+        return type(value) is int and least <= value <= most
 
-    return Rule(f"an integer of at least {least}", holds, default)
+    return Rule(f"an integer from {least} to {most}", holds, default)
 
 
 def _flag(default: bool) -> Rule:
@@ -115,6 +120,10 @@ def _is_port(value: Any) -> bool:
     return type(value) in (int, str) and digits.isdecimal() and 0 < int(digits) < 2**16
 
 
+def _is_named(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
 def _is_functions(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(callable, value.values()))
 
@@ -130,7 +139,7 @@ def _is_number(value: Any) -> bool:
 TEXT = Rule("a string", lambda value: isinstance(value, str))
 DEVICE = _or_null(Rule('a device, such as "cpu", "cuda" or "cuda:1"', _is_device))
 ARGS = Rule("a list", lambda value: isinstance(value, list), [])
-KWARGS = Rule("a mapping", lambda value: isinstance(value, Mapping), {})
+KWARGS = Rule("a mapping of names", _is_named, {})
 FUNCTION = Rule("a function, by !pyobject", callable)
 OBJECT: Keys = {"type": Rule("a class or function, by !pyobject", callable)}
 OBJECT |= {"args": ARGS, "kwargs": KWARGS}
@@ -174,7 +183,7 @@ CONFIG = Section(
         "training": Section(
             LOADING
             | {
-                "seed": _count(0, 0),
+                "seed": _count(0, 0, most=2**63 - 1),
                 "device": DEVICE,
                 "path": _or_null(TEXT),
                 "num_epochs": _count(),

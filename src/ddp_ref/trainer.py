@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from .callbacks import Callback, Checkpoint, EarlyStopping
 from .collectives import reduce_sum
 from .configuration import dump_config
-from .data import shard_loader
+from .data import length_of, shard_loader
 from .decorators import on_rank
 from .handler import Handler
 from .initialize import DistInfo, _is_env_distributed, initialize_ddp
@@ -49,11 +50,16 @@ class TrainerDDP:
         training, parallel = self.config["training"], self.config["parallel"]
         self.info = _join(rank, parallel, training["device"])
         torch.manual_seed(training["seed"])  # the weights that a script with this line begins with
-        model = _build(self.config["model"])
+        model = _build("model", self.config["model"])
         if not isinstance(model, nn.Module):
             raise ValueError(f"model.type must make a module, not a {type(model).__name__}")
-        optimizer = training["optimizer_type"](
-            model.parameters(), *training["optimizer_args"], **training["optimizer_kwargs"]
+        optimizer = _build(
+            "training.optimizer",
+            {
+                "type": training["optimizer_type"],
+                "args": [model.parameters(), *training["optimizer_args"]],
+                "kwargs": training["optimizer_kwargs"],
+            },
         )
         self._criterion = _NotedCriterion(self.config["criterion"])
         self.handler = Handler(
@@ -67,6 +73,8 @@ class TrainerDDP:
             find_unused_parameters=parallel["find_unused_parameters"] or None,
             **{name: training[name] for name in HANDLER},
         )
+        if isinstance(self._criterion.criterion, nn.Module):
+            self._criterion.criterion.to(self.handler.device)
         _check_output_device(parallel["output_device"], self.handler.device)
         self._loaders: list[DataLoader[Any]] = []
 
@@ -108,8 +116,9 @@ class TrainerDDP:
         handler, path = self.handler, self.config["training"]["path"]
         handler.val_loader = val_loader if len(val_loader.dataset) else None  # type: ignore[arg-type]
         if path is not None:
-            on_rank(0)(dump_config)(self.config, Path(path) / "config.yaml")
             handler.load(path)
+            self._check_goes_on(len(train_loader.dataset))  # type: ignore[arg-type]
+            on_rank(0)(dump_config)(self.config, Path(path) / "config.yaml")
         handler.train(self.config["training"]["num_epochs"])
         names = ["loss", *handler.metrics]
         return self._results("train", names), self._results("val", [*names, "loss_std"])
@@ -125,11 +134,32 @@ class TrainerDDP:
         self.handler.log(_in_words("Test", results["loss"], results["loss_std"]))
         return results
 
+    def _check_goes_on(self, samples: int) -> None:
+        """Raise ValueError, or warn, where what was loaded is not of this configuration."""
+        handler = self.handler
+        if handler.step == 0:
+            return
+        if handler.trained_on not in (None, samples):
+            raise ValueError(
+                f"the checkpoint is of a run on {handler.trained_on} samples, now there are "
+                f"{samples}: with another split test items would be trained on; give the same data "
+                "and fractions, or another training.path"
+            )
+        group = handler.optimizer.param_groups[0]
+        for name, value in self.config["training"]["optimizer_kwargs"].items():
+            if handler.rank == 0 and name in group and group[name] != value:
+                warnings.warn(
+                    f"training.optimizer_kwargs.{name} is {value}, but the checkpoint goes on with "
+                    f"{group[name]}",
+                    stacklevel=3,
+                )
+
     def _callbacks(self) -> list[Callback]:
         training, found = self.config["training"], []
         if stopping := self.config["early_stopping"]:
             default = stopping["type"] == DEFAULT_STOPPING
-            found.append(_build(stopping | {"type": EarlyStopping} if default else stopping))
+            stopping |= {"type": EarlyStopping} if default else {}
+            found.append(_build("early_stopping", stopping))
             if not isinstance(found[0], Callback):
                 kind = type(found[0]).__name__
                 raise ValueError(f"early_stopping.type must make a Callback, not a {kind}")
@@ -141,19 +171,20 @@ class TrainerDDP:
         """Return the data for training, validation and testing, the same on all ranks."""
         seed = self.config["training"]["seed"]
         seed_everything(seed)  # a data set that draws numbers draws the same on all ranks
-        whole = _build(self.config["data"])
-        order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed)).tolist()
+        whole = _build("data", self.config["data"])
+        size = length_of(whole)
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
         held_out: list[Dataset[Any]] = []
         for name in ("validation", "testing"):
             section = self.config[name]
             if section["data"]:
-                held_out.append(_build(section["data"]))
+                held_out.append(_build(f"{name}.data", section["data"]))
                 continue
             fraction = FRACTION if section["fraction"] is None else section["fraction"]
-            number = round(fraction * len(whole))
+            number = round(fraction * size)
             held_out.append(Subset(whole, order[:number]))
             order = order[number:]
-        train_set = whole if len(order) == len(whole) else Subset(whole, sorted(order))
+        train_set = whole if len(order) == size else Subset(whole, sorted(order))
         return train_set, held_out[0], held_out[1]
 
     def _batch_size(self, name: str) -> int:
@@ -194,12 +225,12 @@ class _NotedCriterion(Callback):
 
     def on_epoch_end(self) -> None:
         handler = self.handler
+        spread = self.spread(together=True)  # NaN where nothing was validated
+        if handler.val_losses:
+            spreads = handler.history.setdefault("val_loss_std", [])
+            spreads += [math.nan] * (len(handler.val_losses) - 1 - len(spreads)) + [spread]
         if handler.val_loader is None:
             return
-        spread = self.spread(together=True)
-        spreads = handler.history.setdefault("val_loss_std", [])
-        spreads += [math.nan] * (handler.epoch - 1 - len(spreads))
-        spreads.append(spread)
         handler.log(_in_words("Validation", handler.val_losses[-1], spread))
 
     def spread(self, together: bool) -> float:
@@ -212,15 +243,18 @@ class _NotedCriterion(Callback):
         if not found["batches"]:
             return math.nan
         mean, square = found["sum"] / found["batches"], found["squares"] / found["batches"]
-        return math.sqrt(max(0.0, square - mean**2))
+        return math.sqrt(max(square - mean**2, 0.0))  # NaN, which is first, stays
 
 
 def _in_words(what: str, loss: float, spread: float) -> str:
     return f"{what}: loss={loss:.3f} ± {spread:.3f}"
 
 
-def _build(section: Mapping[str, Any]) -> Any:
-    return section["type"](*section["args"], **section["kwargs"])
+def _build(name: str, section: Mapping[str, Any]) -> Any:
+    try:
+        return section["type"](*section["args"], **section["kwargs"])
+    except TypeError as error:
+        raise TypeError(f"{name} cannot be made from its args and kwargs: {error}") from error
 
 
 def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInfo:
