@@ -1,10 +1,17 @@
 """No test may leak: the environment, the process group and the children are checked after each."""
 
 import os
+import signal
 
 import psutil
 import pytest
 import torch.distributed as dist
+
+
+def pytest_configure():
+    """Have what the tests start feel Ctrl-C: a shell's background job would leave it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from harness import run, torchrun
 from rank_checks import check_passes, checks, started_once
 from torch import nn
 from torch.utils.data import RandomSampler
-from training_job import Points, accuracy, job
+from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler, run_ranks
 from ddp_ref.exchange import caught_signals
@@ -390,3 +390,30 @@ def test_lbfgs_is_refused():
     model = nn.Linear(4, 2)
     with pytest.raises(ValueError, match="LBFGS runs the model several times a step"):
         Handler(model, torch.optim.LBFGS(model.parameters()), nn.functional.cross_entropy)
+
+
+def test_gradients_are_unscaled_before_they_are_clipped():
+    """As under fp16, whose scaler also works on the CPU: the norm is that of the real gradients."""
+    found = []
+    for scale in (None, 2.0**10):
+        handler = job(9, 3, clip_norm=0.1, lr=1.0)
+        if scale:
+            handler._optimization.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        handler.train(1)
+        found.append(flat(handler.model))
+    assert torch.allclose(*found, atol=1e-6)
+    assert not torch.allclose(found[0], flat(network()), atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_precisions_on_a_gpu(precision, tmp_path):
+    handler = job(200, 10, precision=precision, device="cuda", clip_norm=1.0)
+    handler.set_val_loader(Points(50), 10)
+    handler.train(3)
+    handler.save(tmp_path / "a.pt")
+    assert handler.val_losses[-1] < handler.val_losses[0] / 2
+    resumed = job(200, 10, precision=precision, device="cuda", clip_norm=1.0)
+    resumed.load(tmp_path / "a.pt")
+    assert torch.equal(flat(resumed.model), flat(handler.model))

@@ -39,7 +39,7 @@ def setup_logging(rank: int) -> None:
 class TrainerDDP:
     """Train and test what the configuration `config` describes, on rank `rank` of its launch.
 
-    Collective: all ranks call, and all methods but `run_test`. `config` is what load_config
+    Collective, as are all methods but `run_test`: all ranks call. `config` is what load_config
     returns, or a mapping like it. Opens the process group if nobody has: the launcher's, else, for
     `parallel.world_size` above 1, the one of `rank`, master_addr and master_port there. Raises
     ValueError for a key that is wrong, and for a rank or world size that is not the group's.
@@ -158,11 +158,11 @@ class TrainerDDP:
         training, found = self.config["training"], []
         if stopping := self.config["early_stopping"]:
             default = stopping["type"] == DEFAULT_STOPPING
-            stopping |= {"type": EarlyStopping} if default else {}
-            found.append(_build("early_stopping", stopping))
+            kind = EarlyStopping if default else stopping["type"]
+            found.append(_build("early_stopping", stopping | {"type": kind}))
             if not isinstance(found[0], Callback):
-                kind = type(found[0]).__name__
-                raise ValueError(f"early_stopping.type must make a Callback, not a {kind}")
+                made = type(found[0]).__name__
+                raise ValueError(f"early_stopping.type must make a Callback, not a {made}")
         if training["path"] is not None:
             found.append(Checkpoint(training["path"], every_epochs=training["checkpoint_at"]))
         return found
