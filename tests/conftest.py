@@ -14,6 +14,13 @@ def pytest_configure():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """Return a folder that all of pytest's workers share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(autouse=True)
 def no_leaks():
     """Fail a test that leaves a process group, a changed environment or a child process."""

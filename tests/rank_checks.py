@@ -4,18 +4,17 @@ A script defines `check_...` functions, which every rank calls in the same order
 `run_checks(globals())`. A test asks for one of them by name with `check_passes`.
 """
 
+import fcntl
 import functools
 import json
 import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 from harness import run, torchrun
 
 HERE = Path(__file__).parent
@@ -56,26 +55,27 @@ def checks(script: str) -> list[str]:
     return [line[4:].split("(")[0] for line in source.splitlines() if line.startswith("def check_")]
 
 
-def started_once(script: str, world: int, *flags: str) -> Any:
-    """Return (world, flags) as a parameter whose tests all go to one worker, which starts ranks."""
-    group = pytest.mark.xdist_group(f"{script} {world}")
-    return pytest.param(world, flags, marks=group, id=str(world))
+def check_passes(folder: Path, script: str, name: str, world: int, *flags: str) -> None:
+    """Fail unless the check passed on every rank; the first question runs them all.
 
-
-def check_passes(script: str, name: str, world: int, *flags: str) -> None:
-    """Fail unless the check passed on every rank; the first question runs them all."""
-    for rank, done in enumerate(_results(script, world, *flags)):
+    `folder` is one that all of pytest's workers share: they run them once in all.
+    """
+    for rank, done in enumerate(_results(folder, script, world, *flags)):
         result = done.get(name, "was not reached")
         assert result == "passed", f"{name} on rank {rank} of {world}: {result}"
 
 
 @functools.cache
-def _results(script: str, world: int, *flags: str) -> list[dict[str, str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        ended = run(*torchrun(world, HERE / script, *flags), cwd=Path(folder))
-        files = [Path(folder) / f"rank{rank}.json" for rank in range(world)]
-        assert all(file.exists() for file in files), ended.stderr
-        return [json.loads(file.read_text()) for file in files]
+def _results(folder: Path, script: str, world: int, *flags: str) -> list[dict[str, str]]:
+    own = folder / f"{script}-{world}"
+    own.mkdir(exist_ok=True)
+    files = [own / f"rank{rank}.json" for rank in range(world)]
+    with (own / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not all(file.exists() for file in files):
+            ended = run(*torchrun(world, HERE / script, *flags), cwd=own)
+            assert all(file.exists() for file in files), ended.stderr
+    return [json.loads(file.read_text()) for file in files]
 
 
 def _names(namespace: dict[str, Any]) -> list[str]:

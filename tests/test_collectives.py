@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import check_passes, checks, started_once
+from rank_checks import check_passes, checks
 
 from ddp_ref.collectives import (
     broadcast_object,
@@ -19,9 +19,9 @@ SCRIPT = "collectives_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize(("world", "flags"), [started_once(SCRIPT, world) for world in (2, 3)])
-def test_on_ranks(name, world, flags):
-    check_passes(SCRIPT, name, world, *flags)
+@pytest.mark.parametrize("world", [2, 3])
+def test_on_ranks(name, world, shared_folder):
+    check_passes(shared_folder, SCRIPT, name, world)
 
 
 @pytest.mark.parametrize("group", ["no group", "a group of one"])

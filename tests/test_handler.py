@@ -11,7 +11,7 @@ import handler_checks
 import pytest
 import torch
 from harness import run, torchrun
-from rank_checks import check_passes, checks, started_once
+from rank_checks import check_passes, checks
 from torch import nn
 from torch.utils.data import RandomSampler
 from training_job import Points, accuracy, flat, job, network
@@ -24,9 +24,9 @@ LIMIT = timedelta(minutes=2)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize(("world", "flags"), [started_once(SCRIPT, world) for world in (2, 3)])
-def test_on_ranks(name, world, flags):
-    check_passes(SCRIPT, name, world, *flags)
+@pytest.mark.parametrize("world", [2, 3])
+def test_on_ranks(name, world, shared_folder):
+    check_passes(shared_folder, SCRIPT, name, world)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))

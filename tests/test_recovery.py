@@ -49,7 +49,11 @@ def assert_same(snapshot, unbroken):
 
 @pytest.mark.parametrize(
     ("script", "rank"),
-    [("multigpu_torchrun.py", 0), ("multigpu_torchrun.py", 1), ("multinode_slurm.py", 1)],
+    [
+        ("multigpu_torchrun.py", 0),
+        pytest.param("multigpu_torchrun.py", 1, marks=pytest.mark.full),
+        ("multinode_slurm.py", 1),
+    ],
 )
 def test_killed_rank_is_restarted(tmp_path, unbroken, script, rank):
     with start(tmp_path, script, restarts=3) as running:

@@ -13,9 +13,6 @@ EPOCHS = "training.num_epochs=3"
 TEST = re.compile(r"test loss ([\d.]+) \| test accuracy ([\d.]+)\n")
 
 
-SHARED = pytest.mark.xdist_group("train_reference.py")  # one worker makes what they compare with
-
-
 def train(folder, *command, settings=(EPOCHS,)):
     """Run the script to its end in `folder` and return what it printed."""
     folder.mkdir(exist_ok=True)
@@ -43,7 +40,6 @@ def spawned(tmp_path_factory):
     return train(folder, sys.executable, SCRIPT, "--nproc", "2"), folder
 
 
-@SHARED
 def test_two_ranks_end_at_the_weights_of_the_ladder(spawned, tmp_path):
     """Bit for bit those of multigpu_spawn.py, as what ddp_ref adds changes no number."""
     flags = ["--nproc", "2", "--epochs", "3"]
@@ -56,7 +52,6 @@ def test_two_ranks_end_at_the_weights_of_the_ladder(spawned, tmp_path):
     assert TEST.fullmatch(spawned[0])[2] == accuracy and float(accuracy) > 0.9
 
 
-@SHARED
 def test_torchrun_that_is_resumed_ends_there_too(spawned, tmp_path):
     train(tmp_path / "run", *torchrun(2, SCRIPT), settings=["training.num_epochs=2"])
     assert train(tmp_path / "run", *torchrun(2, SCRIPT)) == spawned[0]
@@ -65,7 +60,6 @@ def test_torchrun_that_is_resumed_ends_there_too(spawned, tmp_path):
     assert "step_000000046.pt: epoch 2, step 46" in log
 
 
-@SHARED
 def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, tmp_path):
     settings = [EPOCHS, "training.batch_size=64", "validation.batch_size=357"]
     found = train(tmp_path / "run", sys.executable, SCRIPT, settings=settings)

@@ -141,7 +141,13 @@ def test_accuracy_with_defaults(tmp_path, seed):
     assert history(result.stdout)[-1][2] >= (0.96 if seed else 0.97)
 
 
-@pytest.mark.parametrize(("script", "nproc"), [("single_gpu", 1), ("multigpu_spawn", 2)])
+@pytest.mark.parametrize(
+    ("script", "nproc"),
+    [
+        ("single_gpu", 1),
+        pytest.param("multigpu_spawn", 2, marks=pytest.mark.full),
+    ],
+)
 def test_toy(tmp_path, script, nproc):
     result = train(tmp_path, script, nproc, "--dataset", "toy", "--epochs", "8")
     first, *_, last = history(result.stdout)
