@@ -128,6 +128,7 @@ def test_two_nodes_without_a_common_folder(tmp_path, unbroken):
     assert epochs_trained(results[1 - main].stdout) == []
 
 
+@pytest.mark.full
 def test_killed_rank_of_two_nodes_is_restarted(tmp_path):
     """The agents count restarts differently; all ranks meet again, and no epoch is lost.
 
