@@ -267,9 +267,7 @@ class Handler:
             return
         where, state = found
         parts = self._optimization.parts()
-        own = {"seed": self.seed, "metrics": list(self.metrics)}
-        own["optimizer_type"] = type(self.optimizer).__name__
-        check_fits(where, state, [name for name, _ in parts], own)
+        check_fits(where, state, [name for name, _ in parts], self._identity())
         load_weights(self.model, state["model"])
         for name, part in parts:
             part.load_state_dict(state[name])
@@ -450,16 +448,22 @@ class Handler:
 
     def _state(self, ranks: list[tuple[dict[str, Any], Tensor]]) -> dict[str, Any]:
         check_finite(self._bare)
-        names = ("epoch", "step", "position", "history", "skipped", "seed")
-        metrics = list(self.metrics)
+        names = ("epoch", "step", "position", "history", "skipped")
         return {
             "model": weights(self.model),
             "ranks": [{"generators": state, "sums": sums} for state, sums in ranks],
             "data": self._data,
-            "metrics": metrics,
-            "optimizer_type": type(self.optimizer).__name__,
+            **self._identity(),
             **{name: getattr(self, name) for name in names},
             **{name: part.state_dict() for name, part in self._optimization.parts()},
+        }
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what a checkpoint and the Handler that loads it must have in common."""
+        return {
+            "seed": self.seed,
+            "metrics": list(self.metrics),
+            "optimizer_type": type(self.optimizer).__name__,
         }
 
     def _load_ranks(self, ranks: list[dict[str, Any]]) -> None:

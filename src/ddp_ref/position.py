@@ -54,11 +54,10 @@ def has_known_order(loader: DataLoader[Any]) -> bool:
     )
 
 
-def data_of(loader: DataLoader[Any] | None, world_size: int) -> dict[str, int | None]:
+def data_of(loader: DataLoader[Any], world_size: int) -> dict[str, int | None]:
     """Return what a position within an epoch depends on."""
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, TrainSampler):
-        return {"samples": sampler.size, "world_size": None}  # it goes on at any world size
+    if isinstance(loader.sampler, TrainSampler):
+        return {"samples": loader.sampler.size, "world_size": None}  # it goes on at any world size
     return {"samples": None, "world_size": world_size}
 
 

@@ -60,7 +60,7 @@ class RunFolder(Callback):
 
 
 def write_history(history: Mapping[str, Sequence[float]], path: str | Path) -> None:
-    """Write a line for each epoch, a column for each list of `history`; no value: an empty cell."""
+    """Write a line for each epoch, a column for each list of `history`; a short one begins late."""
     last = max(map(len, history.values()), default=0)
     columns = [[""] * (last - len(values)) + [*values] for values in history.values()]
     text = io.StringIO()
