@@ -61,14 +61,7 @@ class Running:
 
     def processes(self) -> list[psutil.Process]:
         """Return every live process of this run, wherever it has moved."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != "zombie":
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
+        return marked(self.mark)
 
     def wait(self, timeout: float = 120) -> Result:
         """Return the result; past `timeout` seconds everything is killed and the test fails."""
@@ -105,6 +98,18 @@ class Running:
                 process.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 continue
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Return every live process that has inherited `mark`, whoever started it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != "zombie":
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
 
 
 def run(

@@ -215,6 +215,7 @@ def test_overrides(tmp_path):
         (("training:", "training:\n  prefetch_factor: 2"), "prefetch_factor needs num_workers"),
         (("training:", "parallel: {master_port: 99999}\ntraining:"), "must be a port from 1"),
         (("training:", "parallel: {master_port: '1x'}\ntraining:"), "must be a port from 1"),
+        (("training:", "parallel: {timeout: 0}\ntraining:"), "must be seconds, from 1"),
         (("training:", "validation: {drop_last: true}\ntraining:"), "every item is looked at"),
         (("training:", "validation: {fraction: 1}\ntraining:"), "a number from 0 to 1"),
         (

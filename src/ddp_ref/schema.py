@@ -120,6 +120,10 @@ def _is_port(value: Any) -> bool:
     return type(value) in (int, str) and digits.isdecimal() and 0 < int(digits) < 2**16
 
 
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 1 <= value <= 365 * 86_400
+
+
 def _is_named(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
@@ -176,6 +180,7 @@ CONFIG = Section(
                 "rank": _or_null(_count(0)),
                 "master_addr": _or_null(TEXT),
                 "master_port": _or_null(Rule("a port from 1 to 65535", _is_port)),
+                "timeout": _or_null(Rule("seconds, from 1 to a year", _is_seconds)),
                 "output_device": _or_null(_count(0)),
                 "find_unused_parameters": _flag(False),
             }

@@ -4,6 +4,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -262,10 +263,13 @@ def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInf
     if parallel["rank"] not in (None, rank):
         raise ValueError(f"parallel.rank is {parallel['rank']}, but TrainerDDP got rank {rank}")
     backend, world_size = "gloo" if device == "cpu" else None, parallel["world_size"]
+    seconds = parallel["timeout"]
+    timeout = None if seconds is None else timedelta(seconds=seconds)
     if world_size in (None, 1) or dist.is_initialized() or _is_env_distributed():
-        info = initialize_ddp(backend=backend)
+        info = initialize_ddp(timeout, backend=backend)
     else:
         info = initialize_ddp(
+            timeout,
             rank=rank,
             world_size=world_size,
             master_addr=parallel["master_addr"],

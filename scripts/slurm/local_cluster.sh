@@ -1,0 +1,249 @@
+#!/usr/bin/env bash
+# A Slurm cluster on one machine: two hosts, node1 and node2, each with two pretend GPUs.
+#
+#   sudo scripts/slurm/local_cluster.sh up        start it and say how to use it
+#   sudo scripts/slurm/local_cluster.sh down      end its jobs and leave nothing behind
+#   scripts/slurm/local_cluster.sh status         show its hosts; exit code 1 where it is not up
+#   sudo scripts/slurm/local_cluster.sh on node1 COMMAND...   run a command there, as ssh would
+#
+# Real slurmctld, slurmd and munged, of Debian's packages: sudo apt-get install slurm-wlm munge
+# A host is a network namespace with an address and a name of its own. Files, users and cores are
+# those of the machine: as on a cluster, all hosts see the same home; unlike there, they share the
+# cores, and the GPUs exist for Slurm alone. No systemd and no cgroups are needed, and a Slurm that
+# is already there is not touched: this one has its own network, ports, key and configuration.
+#
+# LOCAL_CLUSTER (ddp-course) names it, and LOCAL_CLUSTER_NET (10.213.7) is its network: set both
+# for a second one beside the first.
+set -euo pipefail
+export PATH="$PATH:/usr/sbin:/sbin"
+
+NAME=${LOCAL_CLUSTER:-ddp-course}
+NET=${LOCAL_CLUSTER_NET:-10.213.7}
+STATE=/run/$NAME  # the folder that holds all there is
+HOSTS=(controller node1 node2)
+
+main() {
+    case "${1:-}" in
+        up) check_root && check_packages && lock && up ;;
+        down) check_root && lock && down ;;
+        status) status ;;
+        on) check_root && [ $# -ge 3 ] || usage; on "${@:2}" ;;
+        *) usage ;;
+    esac
+}
+
+fail() {
+    echo "error: $1" >&2
+    exit 1
+}
+
+usage() {
+    fail "local_cluster.sh needs one of: up, down, status, on HOST COMMAND..."
+}
+
+check_root() {
+    [ "$(id -u)" = 0 ] || fail "namespaces need root: put sudo before the command"
+}
+
+check_packages() {
+    local missing=()
+    for command in slurmctld slurmd munged srun ip nsenter unshare flock; do
+        command -v "$command" > /dev/null || missing+=("$command")
+    done
+    [ ${#missing[@]} = 0 ] ||
+        fail "no ${missing[*]} here: sudo apt-get install slurm-wlm munge iproute2 util-linux"
+}
+
+check_network() {
+    if ip route | grep -q "^$NET\.0/24 "; then
+        fail "$NET.0/24 is in use here: set LOCAL_CLUSTER_NET to another, such as 10.213.8"
+    fi
+}
+
+lock() {  # one up or down at a time
+    exec 9< "${STATE%/*}"
+    flock 9
+}
+
+up() {
+    if status > /dev/null 2>&1; then
+        echo "$NAME is already up"
+    else
+        down > /dev/null  # what a crash left of it
+        check_network
+        trap 'tail -n 5 "$STATE"/*/log >&2 || true; down > /dev/null' EXIT
+        mkdir -p "$STATE/net"
+        make_network
+        write_config
+        start_daemons
+        wait_until_idle
+        trap - EXIT
+    fi
+    how_to
+}
+
+how_to() {
+    echo "use it:   export SLURM_CONF=$STATE/slurm.conf"
+    echo "then:     srun --nodes=2 --ntasks=2 hostname"
+}
+
+make_network() {
+    # A namespace is held by a file in $STATE, not by `ip netns`, which leaves a mount of its own
+    # and hides the cgroup mount, without which slurmd ends. The bridge is in the controller's, so
+    # that the machine's firewall has no say in what the hosts tell each other.
+    local host number=1
+    for host in "${HOSTS[@]}"; do
+        touch "$STATE/net/$host"
+        unshare --net="$STATE/net/$host" ip link set lo up
+    done
+    enter controller ip link add bridge0 type bridge
+    enter controller ip link set bridge0 up
+    ip link add "$(interface)" type veth peer name machine netns "$STATE/net/controller"
+    plug machine
+    address "$(interface)" 1
+    for host in "${HOSTS[@]}"; do
+        number=$((number + 1))
+        enter "$host" ip link add eth0 type veth peer name "$host" netns "$STATE/net/controller"
+        plug "$host"
+        enter "$host" bash -c "$(declare -f address); NET=$NET; address eth0 $number"
+        echo "$NET.$number $host" >> "$STATE/hosts"
+        echo "::ffff:$NET.$number $host" >> "$STATE/hosts"  # for torch, which asks for names so
+    done
+    echo "127.0.0.1 localhost" >> "$STATE/hosts"
+}
+
+interface() {  # the machine's own end: a name of at most 15 characters
+    echo "${NAME:0:15}"
+}
+
+plug() {
+    enter controller ip link set "$1" master bridge0 up
+}
+
+address() {
+    ip address add "$NET.$2/24" dev "$1"
+    ip link set "$1" up
+}
+
+enter() {
+    nsenter --net="$STATE/net/$1" "${@:2}"
+}
+
+write_config() {
+    local host
+    mkdir "${HOSTS[@]/#/$STATE/}" "$STATE/controller/jobs"
+    for gpu in 0 1; do  # /dev/null by another name
+        mknod --mode=666 "$STATE/gpu$gpu" c 1 3
+    done
+    (umask 077 && head --bytes=1024 /dev/urandom > "$STATE/munge.key")
+    cat > "$STATE/gres.conf" << END
+Name=gpu File=$STATE/gpu[0-1]
+END
+    cat > "$STATE/slurm.conf" << END
+ClusterName=$NAME
+SlurmctldHost=controller($NET.2)
+NodeName=node1 NodeAddr=$NET.3 CPUs=8 RealMemory=65536 Gres=gpu:2
+NodeName=node2 NodeAddr=$NET.4 CPUs=8 RealMemory=65536 Gres=gpu:2
+PartitionName=local Nodes=ALL Default=YES State=UP
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+# The hosts are what this file says, not what slurmd finds on the machine.
+SlurmdParameters=config_overrides
+AuthInfo=socket=$STATE/munge.socket
+SlurmUser=root
+# Without systemd and cgroups:
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+# salloc opens its shell on the first host of the allocation, as most clusters do.
+LaunchParameters=use_interactive_step
+# A host that is out of reach for 30 s is down, its jobs are requeued; it may come back by itself.
+SlurmdTimeout=30
+ReturnToService=2
+# Seconds between SIGTERM and SIGKILL, and for which scontrol shows a job that has ended.
+KillWait=30
+MinJobAge=3600
+StateSaveLocation=$STATE/controller/jobs
+SlurmctldPidFile=$STATE/controller/pid
+SlurmctldLogFile=$STATE/controller/log
+SlurmdSpoolDir=$STATE/%n/spool
+SlurmdPidFile=$STATE/%n/pid
+SlurmdLogFile=$STATE/%n/log
+END
+}
+
+start_daemons() {
+    on controller munged --key-file="$STATE/munge.key" --socket="$STATE/munge.socket" \
+        --pid-file="$STATE/munge.pid" --seed-file="$STATE/munge.seed" \
+        --log-file="$STATE/controller/munge.log" 9<&-
+    on controller slurmctld -f "$STATE/slurm.conf" 9<&-
+    on node1 slurmd -f "$STATE/slurm.conf" 9<&-
+    on node2 slurmd -f "$STATE/slurm.conf" 9<&-
+}
+
+on() {
+    [ -e "$STATE/net/$1" ] || fail "$NAME has no host $1, or is not up"
+    # shellcheck disable=SC2016  # expanded there
+    enter "$1" unshare --uts --mount bash -c '
+        hostname "$1"
+        mount --bind "$2" /etc/hosts
+        exec "${@:3}"' on "$1" "$STATE/hosts" "${@:2}"
+}
+
+wait_until_idle() {
+    for _ in {1..300}; do
+        if status > /dev/null 2>&1; then
+            return
+        fi
+        sleep 0.1
+    done
+    fail "the hosts of $NAME did not come up within 30 s"
+}
+
+status() {
+    if ! [ -e "$STATE/slurm.conf" ]; then
+        echo "$NAME is not up"
+        return 1
+    fi
+    export SLURM_CONF=$STATE/slurm.conf
+    timeout 10 sinfo --Node --long
+    # `up` hosts: idle, or at work
+    [ "$(timeout 10 sinfo --noheader --Node --states=idle,mix,alloc,comp | wc -l)" = 2 ]
+}
+
+down() {
+    local pids file
+    if [ -e "$STATE/slurm.conf" ] && [ -e "$STATE/controller/pid" ]; then
+        SLURM_CONF=$STATE/slurm.conf timeout 5 scancel --user=root || true
+    fi
+    for signal in TERM KILL; do
+        for _ in {1..50}; do
+            pids=$(processes)
+            [ -n "$pids" ] || break 2
+            # shellcheck disable=SC2086  # one word a process
+            kill -s "$signal" $pids 2> /dev/null || true
+            sleep 0.1
+        done
+    done
+    ip link delete "$(interface)" 2> /dev/null || true
+    for file in "$STATE"/net/*; do
+        umount "$file" 2> /dev/null || true
+    done
+    rm -rf "$STATE"
+    echo "$NAME is down"
+}
+
+processes() {  # all that run on one of the hosts
+    local process host
+    for process in /proc/[0-9]*; do
+        for host in "${HOSTS[@]}"; do
+            if [ "$process/ns/net" -ef "$STATE/net/$host" ]; then
+                echo "${process#/proc/}"
+            fi
+        done
+    done
+}
+
+main "$@"

@@ -1,0 +1,60 @@
+#!/bin/bash
+# Train on several nodes with one GPU each: srun starts a rank a node. From the project's root:
+#
+#   sbatch scripts/slurm/multiple_nodes_single_gpu_slurm_job.sh
+#
+#SBATCH --job-name=digits
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1     # the rank
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=4       # for the rank and its DataLoader workers
+#SBATCH --mem=16G               # per node
+#SBATCH --time=00:30:00
+#SBATCH --output=%x-%j.log
+#SBATCH --requeue               # the job may go back into the queue: here, or preempted by another
+#SBATCH --open-mode=append      # then the log goes on where it ended
+#SBATCH --signal=B:USR1@120     # 120 s before the time is over this shell (B) is told, see `stop`
+##SBATCH --partition=gpu        # with one # where your cluster asks for them
+##SBATCH --account=project
+
+PYTHON=.venv/bin/python
+TRAIN=(scripts/train_reference.py --config scripts/configs/digits.yaml)
+TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # the job keeps its id, and so its checkpoints
+INTERFACE=                      # such as ib0 or eth0, where NCCL or gloo take a wrong one:
+                                # `ip -brief address` on a node names them
+# module load cuda              # and what else your cluster needs
+
+# ---- Nothing below needs an edit. ----------------------------------------------------------------
+
+set -u
+
+# NCCL carries the gradients of GPUs, gloo those of CPUs and, with ddp_ref, what on_rank says. Both
+# choose an interface by themselves; a rank that announces a wrong one makes the others wait until
+# the timeout. NCCL takes the beginning of names, a whole one after "=", and excludes with "^"; gloo
+# takes one whole name, and "^lo" is an error to it.
+if [ "$INTERFACE" ]; then
+    export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
+fi
+# export NCCL_DEBUG=INFO        # shows which one NCCL took
+
+stop() {  # every rank saves and exits
+    stopped=yes
+    scancel --signal=TERM "$SLURM_JOB_ID"
+}
+stopped=
+trap stop USR1
+
+# --cpus-per-task: since Slurm 22.05, srun does not take it from the lines above.
+# --kill-on-bad-exit: one rank that fails ends all, which would else wait for it until the timeout.
+# Rank, world size and the address of rank 0 are in the variables that Slurm sets for each task.
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 "$PYTHON" "${TRAIN[@]}" &
+
+wait $!  # In the background, as bash looks at a signal only while it waits. Ends at the signal,
+wait $!  # and this one when all ranks have saved.
+code=$?
+
+# With 0 all epochs are done. A job that failed by itself is not requeued: it would fail again.
+if [ "$stopped" ] && [ $code -ne 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID"  # about 2 minutes later it goes on from its checkpoint
+fi
+exit $code

@@ -1,0 +1,196 @@
+"""Clusters of local_cluster.sh for the tests, and jobs on them that leave nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from functools import cache
+from pathlib import Path
+
+import torch
+from harness import MARK, SCRIPTS, Result, clean_environment, marked, run
+
+LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+class Cluster:
+    """A cluster with a name and a network of its own; inside the `with`, it is up."""
+
+    def __init__(self) -> None:
+        number = uuid.uuid4()
+        self.name = f"ddp-{number.hex[:8]}"
+        self.net = f"10.{200 + number.bytes[4] % 50}.{number.bytes[5]}"
+        self.state = Path("/run") / self.name
+        self.env = {"SLURM_CONF": str(self.state / "slurm.conf")}
+
+    def __enter__(self) -> "Cluster":
+        started = self.do("up")
+        assert started.code == 0, started.stderr
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.do("down")
+
+    def do(self, *verb: str) -> Result:
+        """Run local_cluster.sh for this cluster; what `up` starts lives on."""
+        own = {"LOCAL_CLUSTER": self.name, "LOCAL_CLUSTER_NET": self.net}
+        ended = subprocess.run(
+            [LOCAL_CLUSTER, *verb],
+            env=clean_environment() | own,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return Result(ended.stdout, ended.stderr, ended.returncode)
+
+    def on(self, host: str, *command: str | Path) -> list[str | Path]:
+        """Return the command that runs `command` on one of the hosts."""
+        own = [f"LOCAL_CLUSTER={self.name}", f"LOCAL_CLUSTER_NET={self.net}"]
+        return ["env", *own, LOCAL_CLUSTER, "on", host, *command]
+
+    def run(self, *command: str | Path, cwd: Path, timeout: float = 120) -> Result:
+        """Run a client of Slurm, such as srun, to its end."""
+        return run(*command, cwd=cwd, timeout=timeout, env=self.env)
+
+    def control(self, *command: str) -> str:
+        """Return what `scontrol` says; an error of it fails the test."""
+        ended = subprocess.run(
+            ["scontrol", *command],
+            env=clean_environment() | self.env,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    def wait_for_log(self, host: str, text: str, timeout: float = 200) -> None:
+        """Wait until the daemon of a host has written `text`."""
+        deadline = time.monotonic() + timeout
+        while text not in (log := (self.state / host / "log").read_text()):
+            assert time.monotonic() < deadline, f"{text!r} not in:\n{log}"
+            time.sleep(0.2)
+
+
+class Job:
+    """A batch job; on leaving the `with` it is over and nothing of it is left, or it is an error."""
+
+    def __init__(self, cluster: Cluster, *sbatch: str | Path, cwd: Path) -> None:
+        self.cluster, self.mark = cluster, uuid.uuid4().hex
+        self.log = cwd / f"{self.mark}.log"
+        submitted = subprocess.run(
+            ["sbatch", "--parsable", f"--output={self.log}", *sbatch],
+            cwd=cwd,
+            env=clean_environment() | cluster.env | {MARK: self.mark},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert submitted.returncode == 0, submitted.stderr
+        self.id = submitted.stdout.strip()
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.fields()["JobState"] not in OVER:
+            self.tell("scancel")
+            self.wait_until(*OVER)
+        deadline = time.monotonic() + 5
+        while (left := marked(self.mark)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in left:
+            process.kill()
+        assert kind or not left, f"processes left behind: {left}"
+
+    def fields(self) -> dict[str, str]:
+        """Return what Slurm knows about the job."""
+        words = self.cluster.control("show", "job", "--oneliner", self.id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait_until(self, *states: str, timeout: float = 120) -> dict[str, str]:
+        """Return the fields once the job is in one of `states`."""
+        deadline = time.monotonic() + timeout
+        while (fields := self.fields())["JobState"] not in states:
+            assert time.monotonic() < deadline, f"{fields['JobState']}, not {states}:\n{self.text()}"
+            time.sleep(0.1)
+        return fields
+
+    def wait_for(self, text: str, timeout: float = 120, times: int = 1) -> None:
+        """Wait until the log holds `text`, that many `times`."""
+        deadline = time.monotonic() + timeout
+        while self.text().count(text) < times:
+            state = self.fields()["JobState"]
+            over = state in OVER and self.text().count(text) < times
+            assert not over and time.monotonic() < deadline, f"{state}, no {text!r}:\n{self.text()}"
+            time.sleep(0.05)
+
+    def tell(self, *command: str) -> None:
+        """Run a command of Slurm on this job, such as `scancel --signal=USR1`."""
+        self.cluster.run(*command, self.id, cwd=self.log.parent, timeout=30)
+
+    def start_again(self) -> None:
+        """Let the job that is back in the queue start soon: Slurm itself would wait two minutes.
+
+        Not within the second of its end: a host refuses what has the credential of then.
+        """
+        self.wait_until("PENDING")
+        self.cluster.control("update", f"JobId={self.id}", "StartTime=now+2")
+
+    def kill_rank(self, rank: int) -> None:
+        """Send SIGKILL to the process of one rank."""
+        processes = [(p, p.environ()) for p in marked(self.mark) if "python" in p.name()]
+        victims = [p for p, env in processes if env.get("RANK") == str(rank)] or [
+            p for p, env in processes if env.get("SLURM_PROCID") == str(rank)
+        ]  # without torchrun, a rank is a task
+        assert len(victims) == 1, victims
+        os.kill(victims[0].pid, signal.SIGKILL)
+
+
+def project_folder(folder: Path) -> Path:
+    """Make `folder` look like the project's root to a template."""
+    folder.mkdir(exist_ok=True)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "scripts").symlink_to(SCRIPTS)
+    return folder
+
+
+def weights(folder: Path) -> list[torch.Tensor]:
+    """Return the weights that a script has left in `folder`."""
+    if (folder / "snapshot.pt").exists():
+        content = torch.load(folder / "snapshot.pt", weights_only=True)["model"]
+    elif (folder / "checkpoint.pt").exists():
+        content = torch.load(folder / "checkpoint.pt", weights_only=True)
+    else:
+        newest = max(folder.glob("runs/*/step_*.pt"))
+        content = torch.load(newest, weights_only=True)["model"]
+    return list(content.values())
+
+
+@cache
+def one_process(folder: Path, batch_size: int, epochs: int) -> list[torch.Tensor]:
+    """Return the weights at which one process ends, without DDP or Slurm."""
+    folder = folder / uuid.uuid4().hex
+    folder.mkdir()
+    flags = ["--batch-size", str(batch_size), "--epochs", str(epochs)]
+    ended = run(sys.executable, SCRIPTS / "single_gpu.py", *flags, cwd=folder)
+    assert ended.code == 0, ended.stderr
+    return weights(folder)
+
+
+def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """The weights are equal but for rounding, as the sums have another order."""
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """The weights are equal, bit for bit."""
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+

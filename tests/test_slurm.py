@@ -1,0 +1,153 @@
+"""Real Slurm: every way to start ranks, and the three templates as they are."""
+
+import re
+import shlex
+import sys
+
+import pytest
+from harness import SCRIPTS
+from slurm_cluster import (
+    Cluster,
+    Job,
+    assert_close,
+    one_process,
+    project_folder,
+    weights,
+)
+
+pytestmark = pytest.mark.slurm
+EPOCHS = 3
+DIGITS = SCRIPTS / "configs" / "digits.yaml"
+JOBS = {
+    "multinode_slurm": [SCRIPTS / "multinode_slurm.py", "--epochs", str(EPOCHS)],
+    "train_reference": [
+        *(SCRIPTS / "train_reference.py", "--config", DIGITS),
+        *("--set", f"training.num_epochs={EPOCHS}"),
+    ],
+}
+TWO_HOSTS = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    with Cluster() as up:
+        yield up
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory):
+    return tmp_path_factory.mktemp("references")
+
+
+@pytest.fixture(params=JOBS)
+def job(request):
+    """Return the command of a script that does the digits job."""
+    return [sys.executable, *JOBS[request.param]]
+
+
+def places(text):
+    """Return the host and local rank of each rank, as multinode_slurm.py prints them."""
+    found = re.findall(r"rank (\d+) is local rank (\d+) on (\w+), cpu", text)
+    return {int(rank): (host, int(local_rank)) for rank, local_rank, host in found}
+
+
+def check_ended(ended, folder, references, world_size):
+    """The ranks trained together: one process with their whole batch ends at the same weights."""
+    assert ended.code == 0, ended.stderr
+    assert_close(weights(folder), one_process(references, 32 * world_size, EPOCHS))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks_on"),
+    [
+        pytest.param(TWO_HOSTS, "1122", id="two-by-two"),
+        pytest.param([*TWO_HOSTS, "--gpus-per-task=1"], "1122", id="one-gpu-a-task"),
+        pytest.param(
+            ["--nodes=2", "--ntasks=4", "--distribution=plane=3"], "1112", id="three-and-one"
+        ),
+        pytest.param([*TWO_HOSTS, "--distribution=cyclic"], "1212", id="in-turns"),
+    ],
+)
+def test_srun(cluster, references, job, flags, ranks_on, tmp_path):
+    ended = cluster.run("srun", *flags, *job, cwd=tmp_path)
+    check_ended(ended, tmp_path, references, world_size=4)
+    if found := places(ended.stdout):
+        expected = [f"node{number}" for number in ranks_on]
+        assert [found[rank][0] for rank in range(4)] == expected
+        for rank, (host, local_rank) in found.items():
+            assert local_rank == expected[:rank].count(host)
+
+
+def test_a_step_on_the_second_host_only(cluster, references, job, tmp_path):
+    """Rank 0 is not on the first host of the job: the ranks must meet at that of the step."""
+    step = ["srun", "--nodes=1", "--ntasks=2", "--nodelist=node2"]
+    ended = cluster.run("salloc", *TWO_HOSTS, *step, *job, cwd=tmp_path)
+    check_ended(ended, tmp_path, references, world_size=2)
+    assert {host for host, _ in places(ended.stdout).values()} <= {"node2"}
+
+
+def test_two_steps_at_once(cluster, references, job, tmp_path):
+    """They meet at the same host and not at the same port."""
+    step = "srun --exact --nodes=2 --ntasks=2 --chdir"
+    command = shlex.join(map(str, job))
+    lines = ["#!/bin/bash", "status=0"]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        lines.append(f"{step} {name} {command} & {name}=$!")
+    lines += ["wait $one || status=1", "wait $two || status=1", "exit $status"]
+    (tmp_path / "steps.sh").write_text("\n".join(lines))
+    with Job(cluster, "--nodes=2", "--ntasks=4", tmp_path / "steps.sh", cwd=tmp_path) as batch:
+        state = batch.wait_until("COMPLETED", "FAILED")["JobState"]
+        assert state == "COMPLETED", batch.text()
+    for name in ("one", "two"):
+        assert_close(weights(tmp_path / name), one_process(references, 64, EPOCHS))
+
+
+def test_a_batch_script_without_srun_is_one_process(cluster, references, job, tmp_path):
+    """SLURM_NTASKS is 4 there, and nobody has started four."""
+    wrapped = f"--wrap={shlex.join(map(str, job))}"
+    with Job(cluster, *TWO_HOSTS, wrapped, cwd=tmp_path) as batch:
+        state = batch.wait_until("COMPLETED", "FAILED")["JobState"]
+        assert state == "COMPLETED", batch.text()
+    assert_close(weights(tmp_path), one_process(references, 32, EPOCHS))
+
+
+@pytest.mark.parametrize("where", ["command", "shell"])
+def test_an_interactive_allocation_is_one_process(cluster, references, job, where, tmp_path):
+    """Of salloc's command, on this machine, and of its shell, which is a step on the first host."""
+    command = ["salloc", *TWO_HOSTS, *job]
+    if where == "shell":
+        typed = f"cd {tmp_path}; {shlex.join(map(str, job))}; hostname; exit"
+        salloc = f"echo {shlex.quote(typed)} | script -qec {shlex.quote(shlex.join(command[:4]))}"
+        command = ["bash", "-c", f"{salloc} /dev/null"]
+    ended = cluster.run(*command, cwd=tmp_path)
+    check_ended(ended, tmp_path, references, world_size=1)
+    assert ("\nnode1" in ended.stdout) == (where == "shell")
+
+
+def test_torchrun_under_srun(cluster, references, job, tmp_path):
+    """One task a node, and c10d: then torchrun's variables win over those of the step."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29400"]
+    ended = cluster.run(
+        "srun", "--nodes=2", "--ntasks-per-node=1", *torchrun, *job[1:], cwd=tmp_path
+    )
+    check_ended(ended, tmp_path, references, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("template", "ranks"),
+    [
+        ("single_node_multiple_gpu_slurm_job.sh", 2),
+        ("multiple_nodes_single_gpu_slurm_job.sh", 2),
+        ("multiple_nodes_multiple_gpu_slurm_job.sh", 4),
+    ],
+)
+def test_template(cluster, references, template, ranks, tmp_path):
+    """Unedited, it runs to its end, and its ranks have trained together."""
+    folder = project_folder(tmp_path / "project")
+    with Job(cluster, f"scripts/slurm/{template}", cwd=folder) as batch:
+        fields = batch.wait_until("COMPLETED", "FAILED")
+        assert fields["ExitCode"] == "0:0", batch.text()
+    assert re.search(r"test accuracy 0\.9[67]\d\d", batch.text())
+    assert_close(weights(folder), one_process(references, 32 * ranks, 20))

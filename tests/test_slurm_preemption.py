@@ -1,0 +1,178 @@
+"""Jobs that are told to stop, requeued, killed or cut off go on to the weights of an unbroken run."""
+
+import re
+import sys
+
+import pytest
+from harness import SCRIPTS, run
+from slurm_cluster import Cluster, Job, assert_same, project_folder, weights
+
+pytestmark = pytest.mark.slurm
+EPOCHS = 30
+TEMPLATES = {
+    "torchrun on a node": ("single_node_multiple_gpu_slurm_job.sh", 2),
+    "srun": ("multiple_nodes_single_gpu_slurm_job.sh", 2),
+    "srun torchrun": ("multiple_nodes_multiple_gpu_slurm_job.sh", 4),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster() as up:
+        yield up
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Return the weights of a run that nobody disturbed, by its number of ranks and epochs."""
+    found = {}
+
+    def train(ranks, epochs=EPOCHS):
+        if (ranks, epochs) not in found:
+            folder = tmp_path_factory.mktemp("unbroken")
+            flags = ["--config", SCRIPTS / "configs" / "digits.yaml", "--nproc", str(ranks)]
+            flags += ["--set", f"training.num_epochs={epochs}"]
+            ended = run(sys.executable, SCRIPTS / "train_reference.py", *flags, cwd=folder)
+            assert ended.code == 0, ended.stderr
+            found[ranks, epochs] = weights(folder)
+        return found[ranks, epochs]
+
+    return train
+
+
+def edited(folder, template, *settings, epochs=EPOCHS):
+    """Write a template with more settings, below those of its head, and return its name."""
+    text = (SCRIPTS / "slurm" / template).read_text()
+    mark = "# ---- Nothing below"
+    assert text.count(mark) == 1
+    line = f"TRAIN+=({' '.join([f'training.num_epochs={epochs}', *settings])})\n"
+    (folder / "job.sh").write_text(text.replace(mark, line + mark))
+    return "job.sh"
+
+
+def check_goes_on(job, folder, expected, saved=None):
+    """Let the job start again; it goes on in mid-training and ends at the weights of `expected`."""
+    job.start_again()
+    fields = job.wait_until("COMPLETED", "FAILED")
+    assert fields["ExitCode"] == "0:0" and fields["Restarts"] == "1", job.text()
+    starts = re.findall(r"ddp_ref.handler: (no checkpoint|\S+\.pt: epoch \d+, step \d+)", job.text())
+    assert len(starts) == 2 and starts[0] == "no checkpoint", starts
+    if saved is not None:
+        assert starts[1].endswith(f"step {saved}"), (starts, saved)
+    assert_same(weights(folder), expected)
+
+
+def saved_at(job):
+    """Return the step at which the ranks, told to stop, have saved."""
+    job.wait_for("ended by a signal at step")
+    return int(re.search(r"ended by a signal at step (\d+)", job.text())[1])
+
+
+@pytest.mark.parametrize("how", TEMPLATES)
+def test_told_to_stop_it_saves_and_requeues_itself(cluster, unbroken, how, tmp_path):
+    """As 120 s before the time limit, Slurm signals the batch shell, of every template."""
+    template, ranks = TEMPLATES[how]
+    folder = project_folder(tmp_path / "project")
+    with Job(cluster, edited(folder, template), cwd=folder) as job:
+        job.wait_for("epoch 3 |")
+        job.tell("scancel", "--batch", "--signal=USR1")
+        check_goes_on(job, folder, unbroken(ranks), saved=saved_at(job))
+
+
+def test_a_signal_to_the_steps(cluster, unbroken, tmp_path):
+    """What `scancel --signal` sends without --batch reaches the ranks, and not the batch shell."""
+    folder = project_folder(tmp_path / "project")
+    with Job(cluster, edited(folder, TEMPLATES["srun"][0]), cwd=folder) as job:
+        job.wait_for("epoch 3 |")
+        job.tell("scancel", "--signal=USR1")
+        fields = job.wait_until("FAILED", "COMPLETED", "PENDING")
+        assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "143:0"), job.text()
+        cluster.control("requeue", job.id)
+        check_goes_on(job, folder, unbroken(2), saved=saved_at(job))
+
+
+def test_the_time_limit(cluster, tmp_path):
+    """Slurm itself gives the signal: with a minute in all, and 50 s before its end, that is soon."""
+    folder = project_folder(tmp_path / "project")
+    template = edited(folder, TEMPLATES["srun"][0], epochs=100_000)
+    with Job(cluster, "--time=1", "--signal=B:USR1@50", template, cwd=folder) as job:
+        saved = saved_at(job)
+        job.start_again()
+        job.wait_for(f"step_{saved:09}.pt: epoch {saved // 23}, step {saved}")
+        before = job.text().count("INFO ddp_ref.handler: epoch")
+        job.wait_for("INFO ddp_ref.handler: epoch", times=before + 2)  # it trains on
+
+
+@pytest.mark.parametrize("how", ["srun", "srun torchrun"])
+def test_scontrol_requeue(cluster, unbroken, how, tmp_path):
+    """Of a running job: Slurm sends SIGTERM to all of it and gives it 30 s (KillWait)."""
+    template, ranks = TEMPLATES[how]
+    folder = project_folder(tmp_path / "project")
+    with Job(cluster, edited(folder, template), cwd=folder) as job:
+        job.wait_for("epoch 3 |")
+        cluster.control("requeue", job.id)
+        check_goes_on(job, folder, unbroken(ranks), saved=saved_at(job))
+
+
+@pytest.mark.parametrize("how", ["srun", "srun torchrun"])
+def test_a_killed_rank_ends_the_job_which_goes_on_from_its_checkpoint(
+    cluster, unbroken, how, tmp_path
+):
+    """It is a failure, which the job does not requeue by itself: scontrol does, on demand."""
+    template, ranks = TEMPLATES[how]
+    folder = project_folder(tmp_path / "project")
+    with Job(cluster, edited(folder, template), cwd=folder) as job:
+        job.wait_for("step_000000")
+        job.kill_rank(1)
+        assert job.wait_until("FAILED", "COMPLETED", timeout=30)["JobState"] == "FAILED"
+        cluster.control("requeue", job.id)
+        check_goes_on(job, folder, unbroken(ranks))
+
+
+@pytest.mark.parametrize("fault", ["requeue", "kill"])
+def test_multinode_slurm_goes_on_from_the_last_epoch(cluster, fault, tmp_path):
+    """It has no handler for signals: what the epoch has done is lost, the epochs before are not."""
+    flags = f"--epochs {EPOCHS} --save-every 1"
+    (tmp_path / "job.sh").write_text(
+        f"#!/bin/bash\nsrun --kill-on-bad-exit=1 {sys.executable} "
+        f"{SCRIPTS / 'multinode_slurm.py'} {flags}\n"
+    )
+    (tmp_path / "unbroken").mkdir()
+    command = [sys.executable, SCRIPTS / "multigpu_spawn.py", "--epochs", str(EPOCHS)]
+    ended = run(*command, cwd=tmp_path / "unbroken")
+    assert ended.code == 0, ended.stderr
+    options = ["--nodes=2", "--ntasks-per-node=1", "--open-mode=append"]
+    with Job(cluster, *options, "job.sh", cwd=tmp_path) as job:
+        job.wait_for("epoch 3 | saved")
+        if fault == "kill":
+            job.kill_rank(1)
+            assert job.wait_until("FAILED", "COMPLETED", timeout=30)["JobState"] == "FAILED"
+        cluster.control("requeue", job.id)
+        job.start_again()
+        fields = job.wait_until("COMPLETED", "FAILED")
+        assert fields["ExitCode"] == "0:0" and fields["Restarts"] == "1", job.text()
+        done = [int(number) for number in re.findall(rf"(\d+) of {EPOCHS} epochs", job.text())]
+        assert done[0] == 0 and 3 <= done[1] < EPOCHS, done
+    assert_same(weights(tmp_path), weights(tmp_path / "unbroken"))
+
+
+def test_a_cut_link_is_an_error_and_the_job_goes_on_when_it_is_back(unbroken, tmp_path):
+    """The rank that is left raises after parallel.timeout; Slurm gives up the host after 30 s."""
+    folder = project_folder(tmp_path / "project")
+    with (
+        Cluster() as own,  # no other job may be on it
+        Job(
+            own, edited(folder, TEMPLATES["srun"][0], "parallel.timeout=10"), cwd=folder
+        ) as job,
+    ):
+        job.wait_for("step_000000")
+        cut = own.do("on", "node2", "ip", "link", "set", "eth0", "down")
+        assert cut.code == 0, cut.stderr
+        job.wait_for("Timed out waiting 10000ms", timeout=20)
+        job.wait_until("PENDING", timeout=60)  # for a host that fails, Slurm requeues
+        assert "Node failure on node2" in job.text()
+        joined = own.do("on", "node2", "ip", "link", "set", "eth0", "up")
+        assert joined.code == 0, joined.stderr
+        own.wait_for_log("node2", f"[{job.id}.0] done with job")  # of the first run: it tells late
+        own.control("update", "NodeName=node2", "State=RESUME")  # else it waits to be asked again
+        check_goes_on(job, folder, unbroken(2))
