@@ -3,14 +3,17 @@
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
+SRUN_ARGS ?=
 PIP_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+LOCAL_CLUSTER := scripts/slurm/local_cluster.sh
+LOCAL_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference test test-full lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down test test-full test-slurm lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -35,20 +38,27 @@ run-multigpu: $(READY)  ## train in NPROC processes with mp.spawn: the main job
 run-torchrun: $(READY)  ## train in NPROC processes with torchrun, resuming from snapshot.pt
 	$(TORCHRUN) scripts/multigpu_torchrun.py $(ARGS)
 
-run-slurm: $(READY)  ## train on two nodes of a Slurm cluster
-	@command -v srun > /dev/null || { echo "run-slurm needs a Slurm cluster: no srun on this machine." \
-		"Without one, the same script runs under torchrun:" >&2; \
-		echo "  $(TORCHRUN) scripts/multinode_slurm.py" >&2; exit 1; }
-	srun --nodes=2 --ntasks-per-node=$(NPROC) $(BIN)/python scripts/multinode_slurm.py $(ARGS)
+run-slurm: $(READY)  ## train on two nodes with srun: of your Slurm, else of slurm-up's
+	@sinfo > /dev/null 2>&1 || { $(LOCAL_CLUSTER) up && export SLURM_CONF=$(LOCAL_CONF); } && set -x && \
+		srun --nodes=2 --ntasks-per-node=$(NPROC) $(SRUN_ARGS) $(BIN)/python scripts/multinode_slurm.py $(ARGS)
+
+slurm-up:  ## start a Slurm cluster on this machine: two hosts, as root
+	@$(LOCAL_CLUSTER) up
+
+slurm-down:  ## end it, and all its jobs
+	@$(LOCAL_CLUSTER) down
 
 run-reference: $(READY)  ## train in NPROC processes with ddp_ref, from a YAML file
 	$(BIN)/python scripts/train_reference.py --config scripts/configs/digits.yaml --nproc $(NPROC) $(ARGS)
 
 test: $(READY)  ## run all tests: real processes, no root needed, at most 10 minutes
-	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+	$(BIN)/python -m pytest -m 'not full and not slurm' $(ARGS)
 
 test-full: $(READY)  ## run the long crosses as well
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m 'not slurm' $(ARGS)
+
+test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 12 minutes
+	$(BIN)/python -m pytest -m slurm $(ARGS)
 
 lint: $(READY)  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ import signal
 import psutil
 import pytest
 import torch.distributed as dist
+from slurm_cluster import Cluster
 
 
 def pytest_configure():
@@ -19,6 +20,13 @@ def shared_folder(tmp_path_factory):
     """Return a folder that all of pytest's workers share."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Return a Slurm cluster that is up; each of pytest's workers has its own."""
+    with Cluster() as up:
+        yield up
 
 
 @pytest.fixture(autouse=True)

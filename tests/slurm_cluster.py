@@ -23,7 +23,7 @@ class Cluster:
         number = uuid.uuid4()
         self.name = f"ddp-{number.hex[:8]}"
         self.net = f"10.{200 + number.bytes[4] % 50}.{number.bytes[5]}"
-        self.state = Path("/run") / self.name
+        self.state = Path(f"/run/local-cluster-{self.name}")
         self.env = {"SLURM_CONF": str(self.state / "slurm.conf")}
 
     def __enter__(self) -> "Cluster":
@@ -74,9 +74,16 @@ class Cluster:
             assert time.monotonic() < deadline, f"{text!r} not in:\n{log}"
             time.sleep(0.2)
 
+    def wait_until_back(self, host: str, timeout: float = 200) -> None:
+        """Wait until Slurm has found a host again that it had given up."""
+        deadline = time.monotonic() + timeout
+        while "State=IDLE " not in self.control("show", "node", host):
+            assert time.monotonic() < deadline, self.control("show", "node", host)
+            time.sleep(0.5)
+
 
 class Job:
-    """A batch job; on leaving the `with` it is over and nothing of it is left, or it is an error."""
+    """A batch job; after the `with` it is over and nothing of it is left, or it is an error."""
 
     def __init__(self, cluster: Cluster, *sbatch: str | Path, cwd: Path) -> None:
         self.cluster, self.mark = cluster, uuid.uuid4().hex
@@ -118,7 +125,9 @@ class Job:
         """Return the fields once the job is in one of `states`."""
         deadline = time.monotonic() + timeout
         while (fields := self.fields())["JobState"] not in states:
-            assert time.monotonic() < deadline, f"{fields['JobState']}, not {states}:\n{self.text()}"
+            assert time.monotonic() < deadline, (
+                f"{fields['JobState']}, not {states}:\n{self.text()}"
+            )
             time.sleep(0.1)
         return fields
 
@@ -193,4 +202,3 @@ def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """The weights are equal, bit for bit."""
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-

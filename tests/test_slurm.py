@@ -6,14 +6,7 @@ import sys
 
 import pytest
 from harness import SCRIPTS
-from slurm_cluster import (
-    Cluster,
-    Job,
-    assert_close,
-    one_process,
-    project_folder,
-    weights,
-)
+from slurm_cluster import Job, assert_close, one_process, project_folder, weights
 
 pytestmark = pytest.mark.slurm
 EPOCHS = 3
@@ -26,12 +19,6 @@ JOBS = {
     ],
 }
 TWO_HOSTS = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
-
-
-@pytest.fixture(scope="session")
-def cluster():
-    with Cluster() as up:
-        yield up
 
 
 @pytest.fixture(scope="session")

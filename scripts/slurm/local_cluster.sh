@@ -12,22 +12,26 @@
 # cores, and the GPUs exist for Slurm alone. No systemd and no cgroups are needed, and a Slurm that
 # is already there is not touched: this one has its own network, ports, key and configuration.
 #
-# LOCAL_CLUSTER (ddp-course) names it, and LOCAL_CLUSTER_NET (10.213.7) is its network: set both
-# for a second one beside the first.
+# LOCAL_CLUSTER (ddp) names it, and LOCAL_CLUSTER_NET (10.213.7) is its network: set both for a
+# second one beside the first.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin"
 
-NAME=${LOCAL_CLUSTER:-ddp-course}
+NAME=${LOCAL_CLUSTER:-ddp}  # also of the interface by which the machine reaches it
 NET=${LOCAL_CLUSTER_NET:-10.213.7}
-STATE=/run/$NAME  # the folder that holds all there is
+STATE=/run/local-cluster-$NAME  # the folder that holds all there is
 HOSTS=(controller node1 node2)
 
 main() {
+    [[ $NAME =~ ^[a-z][a-z0-9-]{0,14}$ ]] ||
+        fail "LOCAL_CLUSTER must be 1 to 15 of a-z, 0-9 and -, not '$NAME'"
+    [[ $NET =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] ||
+        fail "LOCAL_CLUSTER_NET must be three numbers, such as 10.213.8, not '$NET'"
     case "${1:-}" in
-        up) check_root && check_packages && lock && up ;;
+        up) up ;;
         down) check_root && lock && down ;;
         status) status ;;
-        on) check_root && [ $# -ge 3 ] || usage; on "${@:2}" ;;
+        on) [ $# -ge 3 ] || usage; check_root && on "${@:2}" ;;
         *) usage ;;
     esac
 }
@@ -55,9 +59,8 @@ check_packages() {
 }
 
 check_network() {
-    if ip route | grep -q "^$NET\.0/24 "; then
+    [ -z "$(ip route show "$NET.0/24")" ] ||
         fail "$NET.0/24 is in use here: set LOCAL_CLUSTER_NET to another, such as 10.213.8"
-    fi
 }
 
 lock() {  # one up or down at a time
@@ -66,25 +69,28 @@ lock() {  # one up or down at a time
 }
 
 up() {
-    if status > /dev/null 2>&1; then
+    if is_up; then
         echo "$NAME is already up"
     else
+        check_root
+        check_packages
+        lock
         down > /dev/null  # what a crash left of it
         check_network
-        trap 'tail -n 5 "$STATE"/*/log >&2 || true; down > /dev/null' EXIT
+        trap 'tail --lines=5 "$STATE"/*/log >&2 2> /dev/null || true; down > /dev/null' EXIT
         mkdir -p "$STATE/net"
         make_network
         write_config
         start_daemons
-        wait_until_idle
+        wait_until_up
         trap - EXIT
     fi
-    how_to
-}
-
-how_to() {
     echo "use it:   export SLURM_CONF=$STATE/slurm.conf"
     echo "then:     srun --nodes=2 --ntasks=2 hostname"
+}
+
+is_up() {
+    status > /dev/null 2>&1
 }
 
 make_network() {
@@ -98,9 +104,10 @@ make_network() {
     done
     enter controller ip link add bridge0 type bridge
     enter controller ip link set bridge0 up
-    ip link add "$(interface)" type veth peer name machine netns "$STATE/net/controller"
+    ip link add "$NAME" type veth peer name machine netns "$STATE/net/controller"
+    touch "$STATE/interface"  # it is ours to delete
     plug machine
-    address "$(interface)" 1
+    address "$NAME" 1
     for host in "${HOSTS[@]}"; do
         number=$((number + 1))
         enter "$host" ip link add eth0 type veth peer name "$host" netns "$STATE/net/controller"
@@ -110,10 +117,6 @@ make_network() {
         echo "::ffff:$NET.$number $host" >> "$STATE/hosts"  # for torch, which asks for names so
     done
     echo "127.0.0.1 localhost" >> "$STATE/hosts"
-}
-
-interface() {  # the machine's own end: a name of at most 15 characters
-    echo "${NAME:0:15}"
 }
 
 plug() {
@@ -192,9 +195,9 @@ on() {
         exec "${@:3}"' on "$1" "$STATE/hosts" "${@:2}"
 }
 
-wait_until_idle() {
+wait_until_up() {
     for _ in {1..300}; do
-        if status > /dev/null 2>&1; then
+        if is_up; then
             return
         fi
         sleep 0.1
@@ -208,13 +211,15 @@ status() {
         return 1
     fi
     export SLURM_CONF=$STATE/slurm.conf
-    timeout 10 sinfo --Node --long
-    # `up` hosts: idle, or at work
-    [ "$(timeout 10 sinfo --noheader --Node --states=idle,mix,alloc,comp | wc -l)" = 2 ]
+    if ! timeout 5 sinfo --Node --long; then
+        echo "$NAME does not answer"
+        return 1
+    fi
+    [ "$(timeout 5 sinfo --noheader --Node --responding --states=idle,mix,alloc,comp | wc -l)" = 2 ]
 }
 
 down() {
-    local pids file
+    local pids file signal
     if [ -e "$STATE/slurm.conf" ] && [ -e "$STATE/controller/pid" ]; then
         SLURM_CONF=$STATE/slurm.conf timeout 5 scancel --user=root || true
     fi
@@ -227,15 +232,17 @@ down() {
             sleep 0.1
         done
     done
-    ip link delete "$(interface)" 2> /dev/null || true
+    if [ -e "$STATE/interface" ]; then
+        ip link delete "$NAME" || true
+    fi
     for file in "$STATE"/net/*; do
-        umount "$file" 2> /dev/null || true
+        umount "$file" 2> /dev/null || true  # one that never became a namespace
     done
     rm -rf "$STATE"
     echo "$NAME is down"
 }
 
-processes() {  # all that run on one of the hosts
+processes() {  # all that run on one of the hosts, and what waits for them on the machine
     local process host
     for process in /proc/[0-9]*; do
         for host in "${HOSTS[@]}"; do
@@ -243,7 +250,11 @@ processes() {  # all that run on one of the hosts
                 echo "${process#/proc/}"
             fi
         done
-    done
+        if grep -qxE 'srun|salloc|sbatch' "$process/comm" &&
+            grep -qzx "SLURM_CONF=$STATE/slurm.conf" "$process/environ"; then
+            echo "${process#/proc/}"
+        fi
+    done 2> /dev/null  # one that has just ended
 }
 
 main "$@"

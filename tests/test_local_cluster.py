@@ -1,0 +1,182 @@
+"""local_cluster.sh: what is up is a cluster, what is down is gone, and a mistake is one line."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import SCRIPTS, Running, clean_environment
+from slurm_cluster import LOCAL_CLUSTER, Cluster, assert_close, one_process, weights
+
+pytestmark = pytest.mark.slurm
+NOBODY = 65534
+
+
+def mounts():
+    """Return what is mounted, but for the clusters of other tests."""
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return [line for line in lines if "local-cluster-" not in line]
+
+
+def test_the_hosts(cluster, tmp_path):
+    """Two hosts with names and addresses of their own, where each task gets a GPU of its own."""
+    command = "test -c $GPU$SLURM_LOCALID && "
+    command += "echo $(hostname) $(getent ahostsv4 node2 | head -n 1) $CUDA_VISIBLE_DEVICES"
+    flags = [
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--gpus-per-task=1",
+        f"--export=ALL,GPU={cluster.state}/gpu",
+    ]
+    ended = cluster.run("srun", *flags, "bash", "-c", command, cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    seen = [f"node{host} {cluster.net}.4 STREAM node2 {gpu}" for host in (1, 2) for gpu in (0, 1)]
+    assert sorted(ended.stdout.splitlines()) == seen
+
+
+def test_up_twice_and_down_in_the_middle_of_a_job(tmp_path):
+    """Nothing is left then: no process, interface, mount, namespace or file; nor of its clients."""
+    own = Cluster()
+    mounted = mounts()
+    assert own.do("down").code == 0 and own.do("status").code == 1
+    started = own.do("up")
+    try:
+        assert started.code == 0, started.stderr
+        assert f"export SLURM_CONF={own.state}/slurm.conf" in started.stdout
+        again = own.do("up")
+        assert again.code == 0 and "already up" in again.stdout, again.stderr
+        assert own.do("status").stdout.count("idle") == 2
+        command = ["srun", "--nodes=2", "bash", "-c", "echo $(hostname); trap '' TERM; sleep 100"]
+        with Running(*command, cwd=tmp_path, env=own.env) as job:
+            for host in ("node1", "node2"):
+                job.wait_for(host)
+            assert own.do("down").code == 0
+            job.wait(timeout=20)  # the client ends by itself, and no process of it is left
+    finally:
+        own.do("down")
+    assert not own.state.exists()
+    assert own.name not in psutil.net_if_addrs()
+    assert mounts() == mounted and own.name not in Path("/proc/self/mounts").read_text()
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [words for words in commands if own.name in " ".join(words)]
+
+
+def test_a_crash_is_mended_by_up(tmp_path):
+    with Cluster() as own:
+        pid = int((own.state / "controller" / "pid").read_text())
+        os.kill(pid, signal.SIGKILL)
+        assert own.do("status").code == 1
+        started = own.do("up")
+        assert started.code == 0 and "already up" not in started.stdout, started.stderr
+        assert own.run("srun", "--nodes=2", "hostname", cwd=tmp_path).code == 0
+
+
+def test_a_network_that_is_in_use(cluster, tmp_path):
+    """A second cluster in the first one's network is refused, and the first lives on."""
+    second = Cluster()
+    second.net = cluster.net
+    ended = second.do("up")
+    assert ended.code == 1 and f"error: {cluster.net}.0/24 is in use here" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1 and not second.state.exists()
+    assert second.do("down").code == 0
+    assert cluster.run("srun", "--nodes=2", "hostname", cwd=tmp_path).code == 0
+
+
+def test_up_that_fails_leaves_nothing():
+    own = Cluster()
+    own.net = "999.1.1"
+    ended = own.do("up")
+    assert ended.code != 0 and "999.1.1" in ended.stderr
+    assert not own.state.exists() and own.name not in psutil.net_if_addrs()
+
+
+@pytest.mark.parametrize(
+    ("name", "net", "verb", "line"),
+    [
+        ("../etc", "10.213.8", "down", "LOCAL_CLUSTER must be 1 to 15 of a-z, 0-9 and -"),
+        ("ddp-test", "10.213", "up", "LOCAL_CLUSTER_NET must be three numbers"),
+        ("ddp-test", "10.213.8", "start", "local_cluster.sh needs one of: up, down, status, on"),
+        ("ddp-test", "10.213.8", "on", "local_cluster.sh needs one of: up, down, status, on"),
+    ],
+)
+def test_a_mistake_is_one_line(name, net, verb, line):
+    own = Cluster()
+    own.name, own.net = name, net
+    ended = own.do(verb)
+    assert ended.code == 1 and ended.stderr.startswith(f"error: {line}"), ended.stderr
+    assert len(ended.stderr.splitlines()) == 1 and not ended.stdout
+
+
+def test_without_root_it_says_what_to_do(cluster):
+    """And one that is up already can be used: its jobs run as the user who submits them."""
+
+    def as_nobody(*command, **env):
+        return subprocess.run(
+            command,
+            env=clean_environment() | env,
+            user=NOBODY,
+            cwd="/",
+            input=LOCAL_CLUSTER.read_text(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+
+    for verb in ("up", "down"):
+        ended = as_nobody("bash", "-s", verb, LOCAL_CLUSTER="ddp-none")
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert ended.stderr == "error: namespaces need root: put sudo before the command\n"
+    ended = as_nobody("bash", "-s", "up", LOCAL_CLUSTER=cluster.name)
+    assert ended.returncode == 0 and "already up" in ended.stdout, ended.stderr
+    ended = as_nobody("srun", "--nodes=2", "id", "--user", **cluster.env)
+    assert ended.stdout.split() == [str(NOBODY)] * 2, ended.stderr
+
+
+def test_without_its_packages_it_names_them():
+    hidden = 'mount -t tmpfs none /usr/sbin && exec "$@"'
+    ended = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", hidden, "x", LOCAL_CLUSTER, "up"],
+        env=clean_environment() | {"LOCAL_CLUSTER": "ddp-none"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1
+    assert ended.stderr.startswith("error: no slurmctld slurmd munged")
+    assert "sudo apt-get install slurm-wlm munge" in ended.stderr
+
+
+@pytest.mark.parametrize("meet", ["static", "c10d"])
+def test_torchrun_on_two_hosts_without_slurm(cluster, tmp_path, tmp_path_factory, meet):
+    """As the guides start it, a torchrun on each host, in either way to meet."""
+    flags = {
+        "static": "--node_rank={node} --master_addr=node1 --master_port=29600",
+        "c10d": "--rdzv-backend=c10d --rdzv-endpoint=node1:29601 --rdzv-id=two",
+    }[meet]
+    started = []
+    for node in (0, 1):
+        (tmp_path / str(node)).mkdir()
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        torchrun += ["--nproc_per_node=2", *flags.format(node=node).split()]
+        command = [*torchrun, SCRIPTS / "multinode_slurm.py", "--epochs", "3"]
+        on = cluster.on(f"node{node + 1}", *command)
+        started.append(Running(*on, cwd=tmp_path / str(node)))
+    with started[0] as first, started[1] as second:
+        results = [first.wait(), second.wait()]
+    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
+    for node, result in enumerate(results):
+        found = re.findall(r"rank (\d) is local rank (\d) on (node\d)", result.stdout)
+        hosts = {host for _, _, host in found}
+        assert hosts == {f"node{node + 1}"} and {local for _, local, _ in found} == {"0", "1"}
+        if meet == "static":
+            assert {int(rank) // 2 for rank, _, _ in found} == {node}
+    written = [
+        tmp_path / str(node) for node in (0, 1) if (tmp_path / str(node) / "snapshot.pt").exists()
+    ]
+    assert len(written) == 1  # by rank 0 alone
+    references = tmp_path_factory.mktemp("references")
+    assert_close(weights(written[0]), one_process(references, 128, 3))

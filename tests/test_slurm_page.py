@@ -1,0 +1,53 @@
+"""docs/slurm.md: its commands print what it shows, and its excerpts are of the templates."""
+
+import re
+
+import pytest
+from harness import ROOT, SCRIPTS, run
+from slurm_cluster import project_folder
+
+PAGE = (ROOT / "docs" / "slurm.md").read_text()
+
+
+def fences(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_links_and_make_targets_exist():
+    linked = re.findall(r"\]\(([^)#]+)\)", PAGE)
+    assert len(linked) >= 5
+    assert [path for path in linked if not (ROOT / "docs" / path).exists()] == []
+    targets = set(re.findall(r"`?make ([a-z]+-[a-z]+)", PAGE))
+    assert targets == set(re.findall(r"^([a-z]+-slurm|slurm-[a-z]+):", makefile(), re.MULTILINE))
+
+
+def makefile():
+    return (ROOT / "Makefile").read_text()
+
+
+def test_the_excerpts_are_of_all_templates():
+    templates = [path.read_text() for path in (SCRIPTS / "slurm").glob("*_job.sh")]
+    assert len(templates) == 3
+    for excerpt in fences("bash"):
+        assert all(excerpt in template for template in templates), excerpt
+
+
+@pytest.mark.slurm
+def test_the_commands_print_what_the_page_shows(cluster, tmp_path):
+    """One shell runs them all; each line that is shown is among those that the command prints."""
+    folder = project_folder(tmp_path / "project")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (folder / name).symlink_to(ROOT / name)
+    page = "\n".join(fences("console")).replace("local-cluster-ddp/", f"{cluster.state.name}/")
+    steps = [part.split("\n") for part in re.split(r"^\$ ", page, flags=re.MULTILINE)[1:]]
+    lines = ["exec 2>&1"]
+    for number, (command, *_) in enumerate(steps):
+        lines += [f"echo; echo @@ {number}", command]
+    (folder / "page.sh").write_text("\n".join([*lines, "echo @@ end", "wait", ""]))
+    own = {"LOCAL_CLUSTER": cluster.name, "LOCAL_CLUSTER_NET": cluster.net}
+    ended = run("bash", "page.sh", cwd=folder, env=own, timeout=200)
+    printed = re.split(r"^@@ \w+\n", ended.stdout, flags=re.MULTILINE)[1:]
+    assert len(printed) == len(steps) + 1
+    for (command, *shown), text in zip(steps, printed, strict=False):
+        for line in filter(None, shown):
+            assert re.search(f"^{re.escape(line)}", text, re.MULTILINE), (command, line, text)

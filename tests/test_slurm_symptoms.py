@@ -1,0 +1,163 @@
+"""Every row of the table in docs/slurm.md: the symptom as it shows itself, and the way out."""
+
+import re
+import sys
+
+import pytest
+from harness import ROOT, SCRIPTS
+from slurm_cluster import Job
+
+pytestmark = pytest.mark.slurm
+PAGE = (ROOT / "docs" / "slurm.md").read_text()
+TWO = ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+MEET = """
+from datetime import timedelta
+from ddp_ref import cleanup_ddp, initialize_ddp
+info = initialize_ddp(timedelta(seconds=15))
+print(f"rank {info.rank} of {info.world_size} is local rank {info.local_rank}")
+cleanup_ddp()
+"""
+RANK = [sys.executable, "-c", MEET]
+
+
+def shown(text):
+    """Return `text`, which the page must hold as well: a reader searches it there."""
+    assert text in PAGE, text
+    return text
+
+
+def srun(cluster, *command, cwd, **variables):
+    assigned = [f"{name}={value}" for name, value in variables.items()]
+    return cluster.run("env", *assigned, "srun", *command, cwd=cwd)
+
+
+def test_the_page_names_these_tests():
+    here = {name for name in globals() if name.startswith("test_")} - {
+        "test_the_page_names_these_tests"
+    }
+    assert set(re.findall(r"test_slurm_symptoms.py::(\w+)", PAGE)) == here
+
+
+def test_a_shell_of_several_tasks_is_not_a_launch(cluster, tmp_path):
+    """What `srun --pty bash` does: only the first task gets the shell, in which the script runs."""
+    only_the_first = '[ "$SLURM_PROCID" = 0 ] || exit 0; exec "$@"'
+    shell = ["bash", "-c", only_the_first, "shell", *RANK]
+    ended = srun(cluster, "--nodes=1", "--ntasks=2", *shell, cwd=tmp_path)
+    assert ended.code != 0 and shown("there came no rank 1") in ended.stderr
+    ended = srun(cluster, "--nodes=1", "--ntasks=1", *shell, cwd=tmp_path)
+    assert ended.stdout == "rank 0 of 1 is local rank 0\n", ended.stderr
+
+
+def test_one_gpu_a_task_has_the_index_0(cluster, tmp_path):
+    """Slurm's own variable: how many devices a task sees, of which the first has the index 0."""
+    see = ["bash", "-c", 'echo "$SLURM_LOCALID sees $CUDA_VISIBLE_DEVICES"']
+    flags = ["--nodes=1", "--ntasks=2"]
+    ended = srun(cluster, *flags, shown("--gpus-per-task=1"), *see, cwd=tmp_path)
+    assert sorted(ended.stdout.splitlines()) == ["0 sees 0", "1 sees 1"]
+    ended = srun(cluster, *flags, shown("--gpus-per-node=2"), *see, cwd=tmp_path)
+    assert sorted(ended.stdout.splitlines()) == ["0 sees 0,1", "1 sees 0,1"]
+
+
+@pytest.mark.parametrize("name", ["ib7", "^lo"])
+def test_an_interface_that_is_not_there(cluster, name, tmp_path):
+    ended = srun(cluster, *TWO, *RANK, cwd=tmp_path, GLOO_SOCKET_IFNAME=name)
+    assert ended.code != 0 and f"{shown('Unable to find address for:')} {name}" in ended.stderr
+
+
+def test_a_name_that_resolves_to_localhost(cluster, tmp_path):
+    """As Debian writes it into /etc/hosts: gloo tells the others 127.0.1.1."""
+    (tmp_path / "as_debian").write_text(
+        "hosts=$(grep -v $(hostname) /etc/hosts)\n"
+        'echo "$hosts" > hosts.$(hostname); echo "127.0.1.1 $(hostname)" >> hosts.$(hostname)\n'
+        "exec unshare --mount bash -c "
+        '\'mount --bind hosts.$(hostname) /etc/hosts; exec "$@"\' x "$@"\n'
+    )
+    command = [*TWO, "bash", "as_debian", *RANK]
+    ended = srun(cluster, *command, cwd=tmp_path)
+    assert ended.code != 0 and shown("remote=[127.0.") in ended.stderr, ended.stderr
+    ended = srun(cluster, *command, cwd=tmp_path, GLOO_SOCKET_IFNAME="eth0")
+    assert ended.code == 0 and "rank 1 of 2" in ended.stdout, ended.stderr
+
+
+def test_a_master_that_resolves_to_localhost(cluster, tmp_path):
+    """As `hostname --ip-address` gives it on such a host."""
+    ended = srun(cluster, *TWO, *RANK, cwd=tmp_path, MASTER_ADDR="127.0.1.1", MASTER_PORT="29500")
+    assert ended.code != 0 and shown("master at 127.0.1.1") in ended.stderr
+    assert shown("cannot reach the master") in ended.stderr
+
+
+def test_a_port_in_use(cluster, tmp_path):
+    """Two steps at one time with one MASTER_PORT; without it, each has its own."""
+    step = f"srun --exact {' '.join(TWO)} {sys.executable} rank.py"
+    slow = MEET.replace("cleanup_ddp()\n", "import time; time.sleep(8); cleanup_ddp()\n")
+    (tmp_path / "rank.py").write_text(slow)
+    (tmp_path / "job.sh").write_text(
+        f"#!/bin/bash\n{step} > one 2>&1 &\n{step} > two 2>&1 &\nwait\n"
+    )
+    for port, ends in (("MASTER_PORT=29700", 1), ("NONE=1", 2)):
+        options = [f"--export=ALL,{port}", "--nodes=2", "--ntasks=4"]
+        with Job(cluster, *options, "job.sh", cwd=tmp_path) as job:
+            job.wait_until("COMPLETED", "FAILED")
+        found = [(tmp_path / name).read_text() for name in ("one", "two")]
+        assert sum("rank 0 of 2" in text and "Error" not in text for text in found) == ends, found
+        if ends == 1:
+            assert any(shown("EADDRINUSE") in text for text in found), found
+
+
+def test_a_torchrun_for_each_task_is_a_training_for_each_task(cluster, tmp_path):
+    """Two tasks, two torchruns of two ranks: not one training of four ranks."""
+    (tmp_path / "rank.py").write_text(MEET)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node=2", "rank.py"]
+    for tasks in (1, 2):
+        ended = srun(cluster, "--nodes=1", f"--ntasks={tasks}", *torchrun, cwd=tmp_path)
+        assert ended.stdout.count("rank 0 of 2") == tasks, ended.stderr
+
+
+def test_the_batch_shell_fills_in_its_own_node(cluster, tmp_path):
+    """Unquoted, the variable is that of the shell; quoted, a shell on each node fills it in."""
+    (tmp_path / "job.sh").write_text(
+        "#!/bin/bash\nsrun echo node rank $SLURM_NODEID\n"
+        "srun bash -c 'echo its node rank $SLURM_NODEID'\n"
+    )
+    with Job(cluster, "--nodes=2", "--ntasks-per-node=1", "job.sh", cwd=tmp_path) as job:
+        job.wait_until("COMPLETED", "FAILED")
+    lines = sorted(job.text().splitlines())
+    assert lines == ["its node rank 0", "its node rank 1", "node rank 0", "node rank 0"]
+
+
+def test_tasks_that_are_not_spread_evenly(cluster, tmp_path):
+    show = ["bash", "-c", "echo $SLURM_STEP_TASKS_PER_NODE"]
+    flags = ["--nodes=2", "--ntasks=4"]
+    ended = srun(cluster, *flags, *show, cwd=tmp_path)
+    assert set(ended.stdout.split()) == {shown("3,1")}
+    ended = srun(cluster, *flags, shown("--ntasks-per-node=2"), *show, cwd=tmp_path)
+    assert set(ended.stdout.split()) == {"2(x2)"}
+
+
+def test_a_directive_below_a_command_is_ignored(cluster, tmp_path):
+    """sbatch stops to read them at the first command, without a word."""
+    lines = ["#!/bin/bash", "#SBATCH --nodes=2", "hostname", "#SBATCH --job-name=below"]
+    (tmp_path / "job.sh").write_text("\n".join(lines) + "\n")
+    with Job(cluster, "job.sh", cwd=tmp_path) as job:
+        fields = job.wait_until("COMPLETED", "FAILED")
+    assert (fields["NumNodes"], fields["JobName"]) == ("2", "job.sh")
+    for template in (SCRIPTS / "slurm").glob("*_job.sh"):
+        head, _, body = template.read_text().partition("\nPYTHON=")
+        assert "#SBATCH --time" in head and "#SBATCH" not in body
+
+
+def test_a_requeued_job_waits_and_may_lose_its_log(cluster, tmp_path):
+    """About two minutes; and without --open-mode=append the log begins anew."""
+    (tmp_path / "job.sh").write_text("#!/bin/bash\necho run $SLURM_RESTART_COUNT; sleep 60\n")
+    logs = {}
+    for mode in ("truncate", "append"):
+        with Job(cluster, f"--open-mode={mode}", "job.sh", cwd=tmp_path) as job:
+            job.wait_for("run")
+            cluster.control("requeue", job.id)
+            fields = job.wait_until("PENDING")
+            assert fields["Reason"] == shown("BeginTime")
+            job.start_again()
+            job.wait_for("run 1")
+            logs[mode] = len(re.findall(r"^run", job.text(), re.MULTILINE))
+    assert logs == {"truncate": 1, "append": 2} and shown("--open-mode=append")
