@@ -8,8 +8,8 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
-LOCAL_CLUSTER := scripts/slurm/local_cluster.sh
-LOCAL_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
+CLUSTER := scripts/slurm/local_cluster.sh
+CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
@@ -39,14 +39,14 @@ run-torchrun: $(READY)  ## train in NPROC processes with torchrun, resuming from
 	$(TORCHRUN) scripts/multigpu_torchrun.py $(ARGS)
 
 run-slurm: $(READY)  ## train on two nodes with srun: of your Slurm, else of slurm-up's
-	@sinfo > /dev/null 2>&1 || { $(LOCAL_CLUSTER) up && export SLURM_CONF=$(LOCAL_CONF); } && set -x && \
+	@sinfo > /dev/null 2>&1 || { $(CLUSTER) up && export SLURM_CONF=$(CLUSTER_CONF); } && set -x && \
 		srun --nodes=2 --ntasks-per-node=$(NPROC) $(SRUN_ARGS) $(BIN)/python scripts/multinode_slurm.py $(ARGS)
 
 slurm-up:  ## start a Slurm cluster on this machine: two hosts, as root
-	@$(LOCAL_CLUSTER) up
+	@$(CLUSTER) up
 
 slurm-down:  ## end it, and all its jobs
-	@$(LOCAL_CLUSTER) down
+	@$(CLUSTER) down
 
 run-reference: $(READY)  ## train in NPROC processes with ddp_ref, from a YAML file
 	$(BIN)/python scripts/train_reference.py --config scripts/configs/digits.yaml --nproc $(NPROC) $(ARGS)

@@ -83,9 +83,10 @@ def test_two_steps_at_once(cluster, references, job, tmp_path):
         lines.append(f"{step} {name} {command} & {name}=$!")
     lines += ["wait $one || status=1", "wait $two || status=1", "exit $status"]
     (tmp_path / "steps.sh").write_text("\n".join(lines))
-    with Job(cluster, "--nodes=2", "--ntasks=4", tmp_path / "steps.sh", cwd=tmp_path) as batch:
+    with Job(cluster, *TWO_HOSTS, tmp_path / "steps.sh", cwd=tmp_path) as batch:
         state = batch.wait_until("COMPLETED", "FAILED")["JobState"]
         assert state == "COMPLETED", batch.text()
+        assert "step creation temporarily disabled" not in batch.text()  # one after the other
     for name in ("one", "two"):
         assert_close(weights(tmp_path / name), one_process(references, 64, EPOCHS))
 

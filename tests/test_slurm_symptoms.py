@@ -88,14 +88,14 @@ def test_a_master_that_resolves_to_localhost(cluster, tmp_path):
 
 def test_a_port_in_use(cluster, tmp_path):
     """Two steps at one time with one MASTER_PORT; without it, each has its own."""
-    step = f"srun --exact {' '.join(TWO)} {sys.executable} rank.py"
-    slow = MEET.replace("cleanup_ddp()\n", "import time; time.sleep(8); cleanup_ddp()\n")
+    step = f"srun --exact --nodes=2 --ntasks=2 --kill-on-bad-exit=1 {sys.executable} rank.py"
+    slow = MEET.replace("cleanup_ddp()\n", "import time; time.sleep(5); cleanup_ddp()\n")
     (tmp_path / "rank.py").write_text(slow)
     (tmp_path / "job.sh").write_text(
         f"#!/bin/bash\n{step} > one 2>&1 &\n{step} > two 2>&1 &\nwait\n"
     )
     for port, ends in (("MASTER_PORT=29700", 1), ("NONE=1", 2)):
-        options = [f"--export=ALL,{port}", "--nodes=2", "--ntasks=4"]
+        options = [f"--export=ALL,{port}", "--nodes=2", "--ntasks-per-node=2"]
         with Job(cluster, *options, "job.sh", cwd=tmp_path) as job:
             job.wait_until("COMPLETED", "FAILED")
         found = [(tmp_path / name).read_text() for name in ("one", "two")]
