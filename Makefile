@@ -58,7 +58,7 @@ test-full: $(READY)  ## run the long crosses as well
 	$(BIN)/python -m pytest -m 'not slurm' $(ARGS)
 
 test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 12 minutes
-	$(BIN)/python -m pytest -m slurm $(ARGS)
+	$(BIN)/python -m pytest -m slurm -n 3 $(ARGS)
 
 lint: $(READY)  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -44,17 +44,15 @@ def edited(folder, template, *settings, epochs=EPOCHS):
     return "job.sh"
 
 
-def check_goes_on(job, folder, expected, saved=None):
+def check_goes_on(job, folder, expected, saved=None, starts=2):
     """Let the job start again; it goes on in mid-training and ends at the weights of `expected`."""
     job.start_again()
     fields = job.wait_until("COMPLETED", "FAILED")
-    assert fields["ExitCode"] == "0:0" and fields["Restarts"] == "1", job.text()
-    starts = re.findall(
-        r"ddp_ref.handler: (no checkpoint|\S+\.pt: epoch \d+, step \d+)", job.text()
-    )
-    assert len(starts) == 2 and starts[0] == "no checkpoint", starts
+    assert (fields["ExitCode"], fields["Restarts"]) == ("0:0", str(starts - 1)), job.text()
+    found = re.findall(r"ddp_ref.handler: (no checkpoint|\S+\.pt: epoch \d+, step \d+)", job.text())
+    assert len(found) == starts and found[0] == "no checkpoint", found
     if saved is not None:
-        assert starts[1].endswith(f"step {saved}"), (starts, saved)
+        assert found[-1].endswith(f"step {saved}"), (found, saved)
     assert_same(weights(folder), expected)
 
 
@@ -88,45 +86,39 @@ def test_a_signal_to_the_steps(cluster, unbroken, tmp_path):
 
 
 def test_the_time_limit(cluster, tmp_path):
-    """Slurm itself gives the signal: 50 s before the end of a minute."""
+    """Slurm itself gives the signal: a minute before the end of two, or up to 30 s earlier."""
     folder = project_folder(tmp_path / "project")
     template = edited(folder, TEMPLATES["srun"][0], epochs=100_000)
-    with Job(cluster, "--time=1", "--signal=B:USR1@50", template, cwd=folder) as job:
+    with Job(cluster, "--time=2", "--signal=B:USR1@60", template, cwd=folder) as job:
         saved = saved_at(job)
         job.start_again()
-        job.wait_for(f"step_{saved:09}.pt: epoch {saved // 23}, step {saved}")
+        job.wait_for(f"step_{saved:09}.pt: epoch")
         before = job.text().count("INFO ddp_ref.handler: epoch")
         job.wait_for("INFO ddp_ref.handler: epoch", times=before + 2)  # it trains on
 
 
 @pytest.mark.parametrize("how", ["srun", "srun torchrun"])
-def test_scontrol_requeue(cluster, unbroken, how, tmp_path):
-    """Of a running job: Slurm sends SIGTERM to all of it and gives it 30 s (KillWait)."""
+def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, unbroken, how, tmp_path):
+    """Of what runs, scontrol's SIGTERM makes it save; a killed rank ends the job, until scontrol.
+
+    A failure is not requeued by the job itself: it might come again and again.
+    """
     template, ranks = TEMPLATES[how]
     folder = project_folder(tmp_path / "project")
     with Job(cluster, edited(folder, template), cwd=folder) as job:
         job.wait_for("epoch 3 |")
         cluster.control("requeue", job.id)
-        check_goes_on(job, folder, unbroken(ranks), saved=saved_at(job))
-
-
-@pytest.mark.parametrize("how", ["srun", "srun torchrun"])
-def test_a_killed_rank_ends_the_job_which_goes_on_from_its_checkpoint(
-    cluster, unbroken, how, tmp_path
-):
-    """It is a failure, which the job does not requeue by itself: scontrol does, on demand."""
-    template, ranks = TEMPLATES[how]
-    folder = project_folder(tmp_path / "project")
-    with Job(cluster, edited(folder, template), cwd=folder) as job:
-        job.wait_for("step_000000")
+        saved = saved_at(job)
+        job.start_again()
+        job.wait_for(f"step_{saved:09}.pt: epoch")
+        job.wait_for("epoch 7 |")
         job.kill_rank(1)
         assert job.wait_until("FAILED", "COMPLETED", timeout=30)["JobState"] == "FAILED"
         cluster.control("requeue", job.id)
-        check_goes_on(job, folder, unbroken(ranks))
+        check_goes_on(job, folder, unbroken(ranks), starts=3)
 
 
-@pytest.mark.parametrize("fault", ["requeue", "kill"])
-def test_multinode_slurm_goes_on_from_the_last_epoch(cluster, fault, tmp_path):
+def test_multinode_slurm_goes_on_from_the_last_epoch(cluster, tmp_path):
     """It has no handler for signals: what the epoch has done is lost, the epochs before are not."""
     flags = f"--epochs {EPOCHS} --save-every 1"
     (tmp_path / "job.sh").write_text(
@@ -140,15 +132,17 @@ def test_multinode_slurm_goes_on_from_the_last_epoch(cluster, fault, tmp_path):
     options = ["--nodes=2", "--ntasks-per-node=1", "--open-mode=append"]
     with Job(cluster, *options, "job.sh", cwd=tmp_path) as job:
         job.wait_for("epoch 3 | saved")
-        if fault == "kill":
-            job.kill_rank(1)
-            assert job.wait_until("FAILED", "COMPLETED", timeout=30)["JobState"] == "FAILED"
+        cluster.control("requeue", job.id)
+        job.start_again()
+        job.wait_for("epoch 7 | saved")
+        job.kill_rank(1)
+        assert job.wait_until("FAILED", "COMPLETED", timeout=30)["JobState"] == "FAILED"
         cluster.control("requeue", job.id)
         job.start_again()
         fields = job.wait_until("COMPLETED", "FAILED")
-        assert fields["ExitCode"] == "0:0" and fields["Restarts"] == "1", job.text()
+        assert fields["ExitCode"] == "0:0" and fields["Restarts"] == "2", job.text()
         done = [int(number) for number in re.findall(rf"(\d+) of {EPOCHS} epochs", job.text())]
-        assert done[0] == 0 and 3 <= done[1] < EPOCHS, done
+        assert done[0] == 0 and 3 <= done[1] < 7 <= done[2] < EPOCHS, done
     assert_same(weights(tmp_path), weights(tmp_path / "unbroken"))
 
 

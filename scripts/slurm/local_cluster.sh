@@ -162,6 +162,8 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 # salloc opens its shell on the first host of the allocation, as most clusters do.
 LaunchParameters=use_interactive_step
+# Seconds between two looks at the queue: a small one can be looked at often.
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
 # A host that is out of reach for 30 s is down, its jobs are requeued; it may come back by itself.
 SlurmdTimeout=30
 ReturnToService=2
