@@ -49,4 +49,5 @@ def no_leaks():
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    others = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets it as it is imported
+    return {name: value for name, value in os.environ.items() if name not in others}

@@ -116,7 +116,7 @@ make_network() {
         echo "$NET.$number $host" >> "$STATE/hosts"
         echo "::ffff:$NET.$number $host" >> "$STATE/hosts"  # for torch, which asks for names so
     done
-    echo "127.0.0.1 localhost" >> "$STATE/hosts"
+    printf "%s localhost\n" 127.0.0.1 ::ffff:127.0.0.1 >> "$STATE/hosts"
 }
 
 plug() {
