@@ -1,6 +1,5 @@
 """Clusters of local_cluster.sh for the tests, and jobs on them that leave nothing behind."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -34,12 +33,11 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.do("down")
 
-    def do(self, *verb: str) -> Result:
+    def do(self, *verb: str, env: dict[str, str] | None = None) -> Result:
         """Run local_cluster.sh for this cluster; what `up` starts lives on."""
-        own = {"LOCAL_CLUSTER": self.name, "LOCAL_CLUSTER_NET": self.net}
         ended = subprocess.run(
             [LOCAL_CLUSTER, *verb],
-            env=clean_environment() | own,
+            env=clean_environment() | self.names | (env or {}),
             capture_output=True,
             text=True,
             timeout=60,
@@ -48,8 +46,13 @@ class Cluster:
 
     def on(self, host: str, *command: str | Path) -> list[str | Path]:
         """Return the command that runs `command` on one of the hosts."""
-        own = [f"LOCAL_CLUSTER={self.name}", f"LOCAL_CLUSTER_NET={self.net}"]
-        return ["env", *own, LOCAL_CLUSTER, "on", host, *command]
+        names = [f"{name}={value}" for name, value in self.names.items()]
+        return ["env", *names, LOCAL_CLUSTER, "on", host, *command]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return the variables by which local_cluster.sh knows it."""
+        return {"LOCAL_CLUSTER": self.name, "LOCAL_CLUSTER_NET": self.net}
 
     def run(self, *command: str | Path, cwd: Path, timeout: float = 120) -> Result:
         """Run a client of Slurm, such as srun, to its end."""
@@ -152,14 +155,14 @@ class Job:
         self.wait_until("PENDING")
         self.cluster.control("update", f"JobId={self.id}", "StartTime=now+2")
 
-    def kill_rank(self, rank: int) -> None:
-        """Send SIGKILL to the process of one rank."""
+    def signal_rank(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal to the process of one rank."""
         processes = [(p, p.environ()) for p in marked(self.mark) if "python" in p.name()]
         victims = [p for p, env in processes if env.get("RANK") == str(rank)] or [
             p for p, env in processes if env.get("SLURM_PROCID") == str(rank)
         ]  # without torchrun, a rank is a task
         assert len(victims) == 1, victims
-        os.kill(victims[0].pid, signal.SIGKILL)
+        victims[0].send_signal(number)
 
 
 def project_folder(folder: Path) -> Path:

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -51,11 +52,17 @@ def test_up_twice_and_down_in_the_middle_of_a_job(tmp_path):
         assert again.code == 0 and "already up" in again.stdout, again.stderr
         assert own.do("status").stdout.count("idle") == 2
         command = ["srun", "--nodes=2", "bash", "-c", "echo $(hostname); trap '' TERM; sleep 100"]
-        with Running(*command, cwd=tmp_path, env=own.env) as job:
+        salloc = ["salloc", "bash", "-c", "echo $SLURM_JOB_ID; sleep 100"]
+        with (
+            Running(*command, cwd=tmp_path, env=own.env) as job,
+            Running(*salloc, cwd=tmp_path, env=own.env) as shell,
+        ):
             for host in ("node1", "node2"):
                 job.wait_for(host)
+            shell.wait_for("2")
             assert own.do("down").code == 0
-            job.wait(timeout=20)  # the client ends by itself, and no process of it is left
+            job.wait(timeout=5)  # of neither client a process is left
+            shell.wait(timeout=5)
     finally:
         own.do("down")
     assert not own.state.exists()
@@ -65,14 +72,69 @@ def test_up_twice_and_down_in_the_middle_of_a_job(tmp_path):
     assert not [words for words in commands if own.name in " ".join(words)]
 
 
-def test_a_crash_is_mended_by_up(tmp_path):
+@pytest.mark.parametrize("daemon", ["controller", "node2"])
+def test_a_crash_is_mended_by_up(daemon, tmp_path):
     with Cluster() as own:
-        pid = int((own.state / "controller" / "pid").read_text())
-        os.kill(pid, signal.SIGKILL)
-        assert own.do("status").code == 1
+        os.kill(int((own.state / daemon / "pid").read_text()), signal.SIGKILL)
         started = own.do("up")
-        assert started.code == 0 and "already up" not in started.stdout, started.stderr
+        assert started.code == 0, started.stderr
+        ended = own.run("srun", "--nodes=2", "hostname", cwd=tmp_path, timeout=30)
+        assert sorted(ended.stdout.split()) == ["node1", "node2"], ended.stderr
+
+
+def test_two_ups_at_once(tmp_path):
+    """The second waits for the first and finds it up; what the first has started lives on."""
+    own = Cluster()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            ended = list(pool.map(own.do, ["up", "up"]))
+        assert [result.code for result in ended] == [0, 0], ended
+        begun = (own.state / "controller" / "log").read_text().count("Running as primary")
+        assert begun == 1
         assert own.run("srun", "--nodes=2", "hostname", cwd=tmp_path).code == 0
+    finally:
+        own.do("down")
+
+
+def test_a_machine_where_nothing_in_run_may_be_executed():
+    """As Debian mounts it, and with the umask of a careful administrator."""
+    own = Cluster()
+    script = f"""
+        umask 077
+        mount -t tmpfs -o nosuid,nodev,noexec none /run
+        {LOCAL_CLUSTER} up || exit
+        export SLURM_CONF={own.state}/slurm.conf
+        cd "$(mktemp -d)"
+        sbatch --wait --output=log --wrap "echo ran"; cat log
+        {LOCAL_CLUSTER} down
+        find /run -name '*cluster*' """
+    ended = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script],
+        env=clean_environment() | own.names,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "\nran\n" in ended.stdout and ended.stdout.splitlines()[-1].startswith(own.name)
+
+
+def test_the_users_own_questions_to_slurm_are_not_asked(cluster):
+    """Variables like these answer for sinfo; a cluster that looked down would be made anew."""
+    theirs = {"SINFO_PARTITION": "gpu", "SLURM_CLUSTERS": "theirs"}
+    assert cluster.do("status", env=theirs).code == 0
+
+
+def test_an_interface_of_that_name(cluster):
+    """It is somebody else's: nothing is made, and nothing of theirs is deleted."""
+    other = Cluster()
+    subprocess.run(["ip", "link", "add", other.name, "type", "veth"], check=True)
+    try:
+        ended = other.do("up")
+        assert ended.code == 1 and f"there is an interface {other.name} here" in ended.stderr
+        assert other.do("down").code == 0 and other.name in psutil.net_if_stats()
+    finally:
+        subprocess.run(["ip", "link", "delete", other.name], check=True)
 
 
 def test_a_network_that_is_in_use(cluster, tmp_path):
@@ -99,6 +161,7 @@ def test_up_that_fails_leaves_nothing():
     [
         ("../etc", "10.213.8", "down", "LOCAL_CLUSTER must be 1 to 15 of a-z, 0-9 and -"),
         ("ddp-test", "10.213", "up", "LOCAL_CLUSTER_NET must be three numbers"),
+        ("ddp-test", "127.0.1", "up", "LOCAL_CLUSTER_NET must be three numbers"),
         ("ddp-test", "10.213.8", "start", "local_cluster.sh needs one of: up, down, status, on"),
         ("ddp-test", "10.213.8", "on", "local_cluster.sh needs one of: up, down, status, on"),
     ],

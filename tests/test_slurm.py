@@ -139,3 +139,48 @@ def test_template(cluster, references, template, ranks, tmp_path):
         assert fields["ExitCode"] == "0:0", batch.text()
     assert re.search(r"test accuracy 0\.9[67]\d\d", batch.text())
     assert_close(weights(folder), one_process(references, 32 * ranks, 20))
+
+
+def edited(folder, template, before, after):
+    """Write a template with a part of its head replaced, and return its name."""
+    text = (SCRIPTS / "slurm" / template).read_text()
+    assert before in text.partition("# ---- Nothing below")[0]
+    (folder / "job.sh").write_text(text.replace(before, after, 1))
+    return "job.sh"
+
+
+def test_template_where_a_host_says_it_is_localhost(cluster, references, tmp_path):
+    """Each torchrun says how it is reached, and INTERFACE says it to gloo; else neither would."""
+    folder = project_folder(tmp_path / "project")
+    (folder / "python").write_text(
+        "#!/bin/bash\n"
+        '{ echo "127.0.0.1 localhost $(hostname)"; grep -v "$(hostname)" /etc/hosts; } > hosts.$$\n'
+        "exec unshare --mount bash -c 'mount --bind $0 /etc/hosts; exec .venv/bin/python \"$@\"'"
+        ' hosts.$$ "$@"\n'
+    )
+    (folder / "python").chmod(0o755)
+    template = edited(
+        folder,
+        "multiple_nodes_multiple_gpu_slurm_job.sh",
+        "INTERFACE= ",
+        f"INTERFACE=eth0; PYTHON=./python; TRAIN+=(training.num_epochs={EPOCHS}) ",
+    )
+    with Job(cluster, template, cwd=folder) as batch:
+        fields = batch.wait_until("COMPLETED", "FAILED")
+        assert fields["ExitCode"] == "0:0", batch.text()
+    assert_close(weights(folder), one_process(references, 128, EPOCHS))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "state", "said"),
+    [
+        ("#SBATCH --gpus-per-node=2\n", "", "FAILED", "ask for GPUs in the head"),
+        ("#SBATCH --cpus-per-task=8 ", "#SBATCH --cpus-per-gpu=2 ", "COMPLETED", "test accuracy"),
+    ],
+)
+def test_template_with_another_head(cluster, before, after, state, said, tmp_path):
+    folder = project_folder(tmp_path / "project")
+    template = edited(folder, "single_node_multiple_gpu_slurm_job.sh", before, after)
+    with Job(cluster, template, cwd=folder) as batch:
+        assert batch.wait_until("COMPLETED", "FAILED")["JobState"] == state, batch.text()
+        assert said in batch.text()

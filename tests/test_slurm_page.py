@@ -44,8 +44,7 @@ def test_the_commands_print_what_the_page_shows(cluster, tmp_path):
     for number, (command, *_) in enumerate(steps):
         lines += [f"echo; echo @@ {number}", command]
     (folder / "page.sh").write_text("\n".join([*lines, "echo @@ end", "wait", ""]))
-    own = {"LOCAL_CLUSTER": cluster.name, "LOCAL_CLUSTER_NET": cluster.net}
-    ended = run("bash", "page.sh", cwd=folder, env=own, timeout=200)
+    ended = run("bash", "page.sh", cwd=folder, env=cluster.names, timeout=200)
     printed = re.split(r"^@@ \w+\n", ended.stdout, flags=re.MULTILINE)[1:]
     assert len(printed) == len(steps) + 1
     for (command, *shown), text in zip(steps, printed, strict=False):

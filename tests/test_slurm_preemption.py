@@ -1,6 +1,7 @@
 """Jobs that are told to stop, requeued, killed or cut off end at the weights of an unbroken run."""
 
 import re
+import signal
 import sys
 
 import pytest
@@ -69,8 +70,11 @@ def test_told_to_stop_it_saves_and_requeues_itself(cluster, unbroken, how, tmp_p
     folder = project_folder(tmp_path / "project")
     with Job(cluster, edited(folder, template), cwd=folder) as job:
         job.wait_for("epoch 3 |")
-        job.tell("scancel", "--batch", "--signal=USR1")
+        for _ in range(2):  # the second says nothing new, and must not hurry the job
+            job.tell("scancel", "--batch", "--signal=USR1")
         check_goes_on(job, folder, unbroken(ranks), saved=saved_at(job))
+    # The shell waits for the ranks. Requeued before, they would have KillWait and no more.
+    assert not re.search(r"STEP .* DUE TO JOB REQUEUE", job.text()), job.text()
 
 
 def test_a_signal_to_the_steps(cluster, unbroken, tmp_path):
@@ -99,7 +103,7 @@ def test_the_time_limit(cluster, tmp_path):
 
 @pytest.mark.parametrize("how", ["srun", "srun torchrun"])
 def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, unbroken, how, tmp_path):
-    """Of what runs, scontrol's SIGTERM makes it save; a killed rank ends the job, until scontrol.
+    """SIGTERM makes the ranks save; a killed rank ends the job, also where another one is frozen.
 
     A failure is not requeued by the job itself: it might come again and again.
     """
@@ -112,8 +116,9 @@ def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, unbroken, how, tmp_
         job.start_again()
         job.wait_for(f"step_{saved:09}.pt: epoch")
         job.wait_for("epoch 7 |")
-        job.kill_rank(1)
-        assert job.wait_until("FAILED", "COMPLETED", timeout=30)["JobState"] == "FAILED"
+        job.signal_rank(0, signal.SIGSTOP)  # one that waits for what will never come
+        job.signal_rank(ranks - 1, signal.SIGKILL)
+        assert job.wait_until("FAILED", "COMPLETED")["JobState"] == "FAILED"
         cluster.control("requeue", job.id)
         check_goes_on(job, folder, unbroken(ranks), starts=3)
 
@@ -135,7 +140,7 @@ def test_multinode_slurm_goes_on_from_the_last_epoch(cluster, tmp_path):
         cluster.control("requeue", job.id)
         job.start_again()
         job.wait_for("epoch 7 | saved")
-        job.kill_rank(1)
+        job.signal_rank(1, signal.SIGKILL)
         assert job.wait_until("FAILED", "COMPLETED", timeout=30)["JobState"] == "FAILED"
         cluster.control("requeue", job.id)
         job.start_again()

@@ -12,10 +12,12 @@
 # cores, and the GPUs exist for Slurm alone. No systemd and no cgroups are needed, and a Slurm that
 # is already there is not touched: this one has its own network, ports, key and configuration.
 #
-# LOCAL_CLUSTER (ddp) names it, and LOCAL_CLUSTER_NET (10.213.7) is its network: set both for a
-# second one beside the first.
+# LOCAL_CLUSTER (ddp) names it, and LOCAL_CLUSTER_NET (10.213.7) is its network: set both, after
+# sudo, for a second one beside the first.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin"
+umask 022  # munged refuses a folder that users cannot enter
+unset "${!SLURM_@}" "${!SINFO_@}" "${!SCANCEL_@}"  # of another cluster, or a narrower question
 
 NAME=${LOCAL_CLUSTER:-ddp}  # also of the interface by which the machine reaches it
 NET=${LOCAL_CLUSTER_NET:-10.213.7}
@@ -25,7 +27,7 @@ HOSTS=(controller node1 node2)
 main() {
     [[ $NAME =~ ^[a-z][a-z0-9-]{0,14}$ ]] ||
         fail "LOCAL_CLUSTER must be 1 to 15 of a-z, 0-9 and -, not '$NAME'"
-    [[ $NET =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] ||
+    [[ $NET =~ ^[0-9]+\.[0-9]+\.[0-9]+$ && $NET != 127.* ]] ||
         fail "LOCAL_CLUSTER_NET must be three numbers, such as 10.213.8, not '$NET'"
     case "${1:-}" in
         up) up ;;
@@ -59,8 +61,10 @@ check_packages() {
 }
 
 check_network() {
-    [ -z "$(ip route show "$NET.0/24")" ] ||
+    [ -z "$(ip route show root "$NET.0/24")" ] ||
         fail "$NET.0/24 is in use here: set LOCAL_CLUSTER_NET to another, such as 10.213.8"
+    ! ip link show dev "$NAME" > /dev/null 2>&1 ||
+        fail "there is an interface $NAME here: set LOCAL_CLUSTER to another name"
 }
 
 lock() {  # one up or down at a time
@@ -69,28 +73,49 @@ lock() {  # one up or down at a time
 }
 
 up() {
-    if is_up; then
-        echo "$NAME is already up"
-    else
+    if ! is_up; then
         check_root
         check_packages
         lock
-        down > /dev/null  # what a crash left of it
-        check_network
-        trap 'tail --lines=5 "$STATE"/*/log >&2 2> /dev/null || true; down > /dev/null' EXIT
-        mkdir -p "$STATE/net"
-        make_network
-        write_config
-        start_daemons
-        wait_until_up
-        trap - EXIT
+    fi
+    if is_up; then  # perhaps by now, by another up
+        echo "$NAME is already up"
+    else
+        start
     fi
     echo "use it:   export SLURM_CONF=$STATE/slurm.conf"
     echo "then:     srun --nodes=2 --ntasks=2 hostname"
 }
 
 is_up() {
+    local host
+    for host in "${HOSTS[@]}"; do  # Slurm itself takes a while to miss a daemon
+        is_alive "$(cat "$STATE/$host/pid" 2> /dev/null)" || return 1
+    done
     status > /dev/null 2>&1
+}
+
+is_alive() {
+    [ -n "$1" ] && grep --quiet "^State:.[^Z]" "/proc/$1/status" 2> /dev/null
+}
+
+start() {
+    down > /dev/null  # what a crash left of it
+    check_network
+    trap "trap '' INT TERM HUP; explain; down > /dev/null" EXIT
+    mkdir "$STATE"
+    # On most machines nothing in /run may be run, but that is where slurmd puts job scripts.
+    mount -t tmpfs -o mode=755 "local-cluster-$NAME" "$STATE"
+    mkdir "$STATE/net"
+    make_network
+    write_config
+    start_daemons
+    wait_until_up
+    trap - EXIT
+}
+
+explain() {  # what the daemons of a cluster say that does not come up
+    tail --lines=5 "$STATE"/*/log >&2 2> /dev/null || true
 }
 
 make_network() {
@@ -191,20 +216,18 @@ start_daemons() {
 on() {
     [ -e "$STATE/net/$1" ] || fail "$NAME has no host $1, or is not up"
     # shellcheck disable=SC2016  # expanded there
-    enter "$1" unshare --uts --mount bash -c '
+    SLURM_CONF=$STATE/slurm.conf enter "$1" unshare --uts --mount bash -c '
         hostname "$1"
         mount --bind "$2" /etc/hosts
         exec "${@:3}"' on "$1" "$STATE/hosts" "${@:2}"
 }
 
 wait_until_up() {
-    for _ in {1..300}; do
-        if is_up; then
-            return
-        fi
+    local deadline=$((SECONDS + 30))
+    until is_up; do
+        [ $SECONDS -lt $deadline ] || fail "the hosts of $NAME did not come up within 30 s"
         sleep 0.1
     done
-    fail "the hosts of $NAME did not come up within 30 s"
 }
 
 status() {
@@ -221,42 +244,44 @@ status() {
 }
 
 down() {
-    local pids file signal
-    if [ -e "$STATE/slurm.conf" ] && [ -e "$STATE/controller/pid" ]; then
+    local file
+    if [ -e "$STATE/controller/pid" ]; then
         SLURM_CONF=$STATE/slurm.conf timeout 5 scancel --user=root || true
     fi
-    for signal in TERM KILL; do
-        for _ in {1..50}; do
-            pids=$(processes)
-            [ -n "$pids" ] || break 2
-            # shellcheck disable=SC2086  # one word a process
-            kill -s "$signal" $pids 2> /dev/null || true
-            sleep 0.1
-        done
-    done
+    end_all TERM 5
+    end_all KILL 5
     if [ -e "$STATE/interface" ]; then
         ip link delete "$NAME" || true
     fi
     for file in "$STATE"/net/*; do
         umount "$file" 2> /dev/null || true  # one that never became a namespace
     done
+    umount "$STATE" 2> /dev/null || umount --lazy "$STATE" 2> /dev/null || true
     rm -rf "$STATE"
-    echo "$NAME is down"
+    echo "$NAME is down; where you have exported it: unset SLURM_CONF"
 }
 
-processes() {  # all that run on one of the hosts, and what waits for them on the machine
-    local process host
-    for process in /proc/[0-9]*; do
-        for host in "${HOSTS[@]}"; do
-            if [ "$process/ns/net" -ef "$STATE/net/$host" ]; then
-                echo "${process#/proc/}"
-            fi
-        done
-        if grep -qxE 'srun|salloc|sbatch' "$process/comm" &&
-            grep -qzx "SLURM_CONF=$STATE/slurm.conf" "$process/environ"; then
-            echo "${process#/proc/}"
+end_all() {  # send a signal to all processes, again and again for some seconds
+    local deadline=$((SECONDS + $2)) pids
+    while pids=$(processes) && [ -n "$pids" ] && [ $SECONDS -lt $deadline ]; do
+        # shellcheck disable=SC2086  # one word a process
+        kill -s "$1" $pids 2> /dev/null || true
+        sleep 0.2
+    done
+}
+
+processes() {  # all that run on one of the hosts, and on the machine what waits for a job of theirs
+    local host
+    for host in "${HOSTS[@]}"; do
+        find -L /proc/[0-9]*/ns/net -maxdepth 0 -samefile "$STATE/net/$host" 2> /dev/null || true
+    done | cut --delimiter=/ --fields=3
+    grep --files-with-matches --null-data --line-regexp "SLURM_CONF=$STATE/slurm.conf" \
+        /proc/[0-9]*/environ 2> /dev/null | cut --delimiter=/ --fields=3 | while read -r process; do
+        if grep --quiet --null-data "^SLURM_JOB_ID=" "/proc/$process/environ" ||
+            grep --quiet --line-regexp -E "srun|salloc|sbatch|sattach" "/proc/$process/comm"; then
+            echo "$process"
         fi
-    done 2> /dev/null  # one that has just ended
+    done 2> /dev/null || true
 }
 
 main "$@"

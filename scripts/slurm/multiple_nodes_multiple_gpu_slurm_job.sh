@@ -28,10 +28,11 @@ INTERFACE=                      # such as ib0 or eth0, where NCCL or gloo take a
 # ---- Nothing below needs an edit. ----------------------------------------------------------------
 
 set -u
+: "${SLURM_GPUS_ON_NODE:?ask for GPUs in the head}"
 
 # NCCL carries the gradients of GPUs, gloo those of CPUs and, with ddp_ref, what on_rank says. Both
-# choose an interface by themselves; a rank that announces a wrong one makes the others wait until
-# the timeout. NCCL takes the beginning of names, a whole one after "=", and excludes with "^"; gloo
+# choose an interface by themselves; where a rank announces a wrong one, the others cannot reach it,
+# or wait until the timeout. NCCL takes the beginning of names, a whole one after "=", and excludes with "^"; gloo
 # takes one whole name, and "^lo" is an error to it.
 if [ "$INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
@@ -39,16 +40,17 @@ fi
 # export NCCL_DEBUG=INFO        # shows which one NCCL took
 
 stop() {  # Every rank saves and exits; torchrun hands SIGTERM on, and would die of SIGUSR1.
+    trap '' USR1  # once is enough
     stopped=yes
     scancel --signal=TERM "$SLURM_JOB_ID"
 }
 stopped=
 trap stop USR1
 
-# --cpus-per-task: since Slurm 22.05, srun does not take it from the lines above.
+# --cpus-per-task: since Slurm 22.05, srun does not take it from the head by itself.
 # --kill-on-bad-exit: a torchrun that fails ends those of the other nodes.
 # The quoted lines run on every node. Unquoted, this shell would fill in its own node's values.
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c '
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 bash -c '
     # The torchruns meet at the first node of the step: its name as Slurm knows it, and a port below
     # those that Linux gives out by itself, another one for each job and step.
     first=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
@@ -56,7 +58,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 bash -c '
     # c10d: they agree on the node ranks themselves. --rdzv-id: only those of this step may join.
     # --local-addr: how the others reach this node. Without it, torchrun would give its full name,
     # which some clusters resolve to 127.0.0.1, or not at all.
-    # SLURM_GPUS_ON_NODE counts what Slurm gave to the job here.
+    # SLURM_GPUS_ON_NODE counts what Slurm gave to the job here, a rank for each.
     exec "$0" -m torch.distributed.run \
         --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node="$SLURM_GPUS_ON_NODE" \
         --rdzv-backend=c10d --rdzv-endpoint="$first:$port" \

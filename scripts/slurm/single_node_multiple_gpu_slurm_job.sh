@@ -25,18 +25,20 @@ TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # the job keeps its id, and s
 # ---- Nothing below needs an edit. ----------------------------------------------------------------
 
 set -u
+: "${SLURM_GPUS_ON_NODE:?ask for GPUs in the head}"
 
 stop() {  # Every rank saves and exits; torchrun hands SIGTERM on, and would die of SIGUSR1.
+    trap '' USR1  # once is enough
     stopped=yes
     scancel --signal=TERM "$SLURM_JOB_ID"
 }
 stopped=
 trap stop USR1
 
-# --cpus-per-task: since Slurm 22.05, srun does not take it from the lines above.
+# --cpus-per-task: since Slurm 22.05, srun does not take it from the head by itself.
 # --standalone: torchrun finds a free port, for all its ranks are on this node.
-# SLURM_GPUS_ON_NODE counts what Slurm gave to the job here.
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "$PYTHON" -m torch.distributed.run \
+# SLURM_GPUS_ON_NODE counts what Slurm gave to the job here, a rank for each.
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} "$PYTHON" -m torch.distributed.run \
     --standalone --nproc-per-node="$SLURM_GPUS_ON_NODE" "${TRAIN[@]}" &
 
 wait $!  # In the background, as bash looks at a signal only while it waits. Ends at the signal,
