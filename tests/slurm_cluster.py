@@ -70,20 +70,6 @@ class Cluster:
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
-    def wait_for_log(self, host: str, text: str, timeout: float = 200) -> None:
-        """Wait until the daemon of a host has written `text`."""
-        deadline = time.monotonic() + timeout
-        while text not in (log := (self.state / host / "log").read_text()):
-            assert time.monotonic() < deadline, f"{text!r} not in:\n{log}"
-            time.sleep(0.2)
-
-    def wait_until_back(self, host: str, timeout: float = 200) -> None:
-        """Wait until Slurm has found a host again that it had given up."""
-        deadline = time.monotonic() + timeout
-        while "State=IDLE " not in self.control("show", "node", host):
-            assert time.monotonic() < deadline, self.control("show", "node", host)
-            time.sleep(0.5)
-
 
 class Job:
     """A batch job; after the `with` it is over and nothing of it is left, or it is an error."""

@@ -52,14 +52,14 @@ def test_up_twice_and_down_in_the_middle_of_a_job(tmp_path):
         assert again.code == 0 and "already up" in again.stdout, again.stderr
         assert own.do("status").stdout.count("idle") == 2
         command = ["srun", "--nodes=2", "bash", "-c", "echo $(hostname); trap '' TERM; sleep 100"]
-        salloc = ["salloc", "bash", "-c", "echo $SLURM_JOB_ID; sleep 100"]
+        salloc = ["salloc", "bash", "-c", "echo in an allocation; sleep 100"]
         with (
             Running(*command, cwd=tmp_path, env=own.env) as job,
             Running(*salloc, cwd=tmp_path, env=own.env) as shell,
         ):
             for host in ("node1", "node2"):
                 job.wait_for(host)
-            shell.wait_for("2")
+            shell.wait_for("in an allocation")
             assert own.do("down").code == 0
             job.wait(timeout=5)  # of neither client a process is left
             shell.wait(timeout=5)

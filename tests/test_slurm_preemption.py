@@ -46,8 +46,7 @@ def edited(folder, template, *settings, epochs=EPOCHS):
 
 
 def check_goes_on(job, folder, expected, saved=None, starts=2):
-    """Let the job start again; it goes on in mid-training and ends at the weights of `expected`."""
-    job.start_again()
+    """The job that starts again goes on in mid-training and ends at the weights of `expected`."""
     fields = job.wait_until("COMPLETED", "FAILED")
     assert (fields["ExitCode"], fields["Restarts"]) == ("0:0", str(starts - 1)), job.text()
     found = re.findall(r"ddp_ref.handler: (no checkpoint|\S+\.pt: epoch \d+, step \d+)", job.text())
@@ -72,7 +71,9 @@ def test_told_to_stop_it_saves_and_requeues_itself(cluster, unbroken, how, tmp_p
         job.wait_for("epoch 3 |")
         for _ in range(2):  # the second says nothing new, and must not hurry the job
             job.tell("scancel", "--batch", "--signal=USR1")
-        check_goes_on(job, folder, unbroken(ranks), saved=saved_at(job))
+        saved = saved_at(job)
+        job.start_again()
+        check_goes_on(job, folder, unbroken(ranks), saved=saved)
     # The shell waits for the ranks. Requeued before, they would have KillWait and no more.
     assert not re.search(r"STEP .* DUE TO JOB REQUEUE", job.text()), job.text()
 
@@ -86,6 +87,7 @@ def test_a_signal_to_the_steps(cluster, unbroken, tmp_path):
         fields = job.wait_until("FAILED", "COMPLETED", "PENDING")
         assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "143:0"), job.text()
         cluster.control("requeue", job.id)
+        job.start_again()
         check_goes_on(job, folder, unbroken(2), saved=saved_at(job))
 
 
@@ -120,6 +122,7 @@ def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, unbroken, how, tmp_
         job.signal_rank(ranks - 1, signal.SIGKILL)
         assert job.wait_until("FAILED", "COMPLETED")["JobState"] == "FAILED"
         cluster.control("requeue", job.id)
+        job.start_again()
         check_goes_on(job, folder, unbroken(ranks), starts=3)
 
 
@@ -151,6 +154,8 @@ def test_multinode_slurm_goes_on_from_the_last_epoch(cluster, tmp_path):
     assert_same(weights(tmp_path), weights(tmp_path / "unbroken"))
 
 
+@pytest.mark.first
+@pytest.mark.timeout(600)
 def test_a_cut_link_is_an_error_and_the_job_goes_on_when_it_is_back(unbroken, tmp_path):
     """The rank that is left raises after parallel.timeout; Slurm gives up the host after 30 s."""
     folder = project_folder(tmp_path / "project")
@@ -166,6 +171,7 @@ def test_a_cut_link_is_an_error_and_the_job_goes_on_when_it_is_back(unbroken, tm
         assert "Node failure on node2" in job.text()
         joined = own.do("on", "node2", "ip", "link", "set", "eth0", "up")
         assert joined.code == 0, joined.stderr
-        own.wait_for_log("node2", f"[{job.id}.0] done with job")  # of the first run: it tells late
-        own.wait_until_back("node2")
+        # Not start_again: Slurm's two minutes are for the orders to end the first run, which come
+        # late to the host and would end the second.
+        job.wait_until("RUNNING", timeout=300)
         check_goes_on(job, folder, unbroken(2))

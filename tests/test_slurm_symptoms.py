@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from harness import ROOT, SCRIPTS
+from harness import ROOT, SCRIPTS, Running
 from slurm_cluster import Job
 
 pytestmark = pytest.mark.slurm
@@ -87,21 +87,15 @@ def test_a_master_that_resolves_to_localhost(cluster, tmp_path):
 
 
 def test_a_port_in_use(cluster, tmp_path):
-    """Two steps at one time with one MASTER_PORT; without it, each has its own."""
-    step = f"srun --exact --nodes=2 --ntasks=2 --kill-on-bad-exit=1 {sys.executable} rank.py"
-    slow = MEET.replace("cleanup_ddp()\n", "import time; time.sleep(5); cleanup_ddp()\n")
-    (tmp_path / "rank.py").write_text(slow)
-    (tmp_path / "job.sh").write_text(
-        f"#!/bin/bash\n{step} > one 2>&1 &\n{step} > two 2>&1 &\nwait\n"
-    )
-    for port, ends in (("MASTER_PORT=29700", 1), ("NONE=1", 2)):
-        options = [f"--export=ALL,{port}", "--nodes=2", "--ntasks-per-node=2"]
-        with Job(cluster, *options, "job.sh", cwd=tmp_path) as job:
-            job.wait_until("COMPLETED", "FAILED")
-        found = [(tmp_path / name).read_text() for name in ("one", "two")]
-        assert sum("rank 0 of 2" in text and "Error" not in text for text in found) == ends, found
-        if ends == 1:
-            assert any(shown("EADDRINUSE") in text for text in found), found
+    """As by another job with that MASTER_PORT; without it, each step has a port of its own."""
+    listen = "import socket, time; taken = socket.create_server(('', 29700)); print('listens')"
+    taken = cluster.on("node1", sys.executable, "-c", f"{listen}; time.sleep(100)")
+    with Running(*taken, cwd=tmp_path) as other:
+        other.wait_for("listens")
+        ended = srun(cluster, *TWO, *RANK, cwd=tmp_path, MASTER_PORT="29700")
+        assert ended.code != 0 and shown("EADDRINUSE") in ended.stderr
+        ended = srun(cluster, *TWO, *RANK, cwd=tmp_path)
+        assert ended.code == 0 and "rank 1 of 2" in ended.stdout, ended.stderr
 
 
 def test_a_torchrun_for_each_task_is_a_training_for_each_task(cluster, tmp_path):
