@@ -279,7 +279,7 @@ processes() {  # all that run on one of the hosts, and on the machine what waits
         /proc/[0-9]*/environ 2> /dev/null | cut --delimiter=/ --fields=3 | while read -r process; do
         if grep --quiet --null-data "^SLURM_JOB_ID=" "/proc/$process/environ" ||
             grep --quiet --line-regexp -E "srun|salloc|sbatch|sattach" "/proc/$process/comm"; then
-            echo "$process"
+            [ "$process" = $$ ] || echo "$process"  # `down` may have been typed in a job
         fi
     done 2> /dev/null || true
 }

@@ -30,8 +30,8 @@ set -u
 
 # NCCL carries the gradients of GPUs, gloo those of CPUs and, with ddp_ref, what on_rank says. Both
 # choose an interface by themselves; where a rank announces a wrong one, the others cannot reach it,
-# or wait until the timeout. NCCL takes the beginning of names, a whole one after "=", and excludes with "^"; gloo
-# takes one whole name, and "^lo" is an error to it.
+# or wait until the timeout. NCCL takes the beginning of names, a whole one after "=", and excludes
+# with "^"; gloo takes one whole name, and "^lo" is an error to it.
 if [ "$INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
 fi
@@ -48,7 +48,8 @@ trap stop USR1
 # --cpus-per-task: since Slurm 22.05, srun does not take it from the head by itself.
 # --kill-on-bad-exit: one rank that fails ends all, which would else wait for it until the timeout.
 # Rank, world size and the address of rank 0 are in the variables that Slurm sets for each task.
-srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 "$PYTHON" "${TRAIN[@]}" &
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 \
+    "$PYTHON" "${TRAIN[@]}" &
 
 wait $!  # In the background, as bash looks at a signal only while it waits. Ends at the signal,
 wait $!  # and this one when all ranks have saved.
