@@ -39,7 +39,8 @@ trap stop USR1
 # --standalone: torchrun finds a free port, for all its ranks are on this node.
 # SLURM_GPUS_ON_NODE counts what Slurm gave to the job here, a rank for each.
 srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
-    "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$SLURM_GPUS_ON_NODE" "${TRAIN[@]}" &
+    "$PYTHON" -m torch.distributed.run --standalone \
+    --nproc-per-node="$SLURM_GPUS_ON_NODE" "${TRAIN[@]}" &
 
 wait $!  # In the background, as bash looks at a signal only while it waits. Ends at the signal,
 wait $!  # and this one when all ranks have saved.
