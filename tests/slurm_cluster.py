@@ -12,6 +12,7 @@ import torch
 from harness import MARK, SCRIPTS, Result, clean_environment, marked, run
 
 LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
+END_OF_HEAD = "# ---- Nothing below"  # of a template
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -35,14 +36,7 @@ class Cluster:
 
     def do(self, *verb: str, env: dict[str, str] | None = None) -> Result:
         """Run local_cluster.sh for this cluster; what `up` starts lives on."""
-        ended = subprocess.run(
-            [LOCAL_CLUSTER, *verb],
-            env=clean_environment() | self.names | (env or {}),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        return Result(ended.stdout, ended.stderr, ended.returncode)
+        return _run_unwatched(LOCAL_CLUSTER, *verb, env=self.names | (env or {}))
 
     def on(self, host: str, *command: str | Path) -> list[str | Path]:
         """Return the command that runs `command` on one of the hosts."""
@@ -60,14 +54,8 @@ class Cluster:
 
     def control(self, *command: str) -> str:
         """Return what `scontrol` says; an error of it fails the test."""
-        ended = subprocess.run(
-            ["scontrol", *command],
-            env=clean_environment() | self.env,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert ended.returncode == 0, ended.stderr
+        ended = _run_unwatched("scontrol", *command, env=self.env)
+        assert ended.code == 0, ended.stderr
         return ended.stdout
 
 
@@ -77,15 +65,9 @@ class Job:
     def __init__(self, cluster: Cluster, *sbatch: str | Path, cwd: Path) -> None:
         self.cluster, self.mark = cluster, uuid.uuid4().hex
         self.log = cwd / f"{self.mark}.log"
-        submitted = subprocess.run(
-            ["sbatch", "--parsable", f"--output={self.log}", *sbatch],
-            cwd=cwd,
-            env=clean_environment() | cluster.env | {MARK: self.mark},
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert submitted.returncode == 0, submitted.stderr
+        command = ["sbatch", "--parsable", f"--output={self.log}", *sbatch]
+        submitted = _run_unwatched(*command, env=cluster.env | {MARK: self.mark}, cwd=cwd)
+        assert submitted.code == 0, submitted.stderr
         self.id = submitted.stdout.strip()
 
     def __enter__(self) -> "Job":
@@ -149,6 +131,28 @@ class Job:
         ]  # without torchrun, a rank is a task
         assert len(victims) == 1, victims
         victims[0].send_signal(number)
+
+
+def _run_unwatched(*command: str | Path, env: dict[str, str], cwd: Path | None = None) -> Result:
+    """Run a command whose children may live on, such as a daemon's or a job's."""
+    ended = subprocess.run(
+        command,
+        cwd=cwd,
+        env=clean_environment() | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return Result(ended.stdout, ended.stderr, ended.returncode)
+
+
+def edited(folder: Path, template: str, before: str, after: str) -> str:
+    """Write a template with a part of its head replaced, and return the name of the file."""
+    text = (SCRIPTS / "slurm" / template).read_text()
+    head, mark, _ = text.partition(END_OF_HEAD)
+    assert text.count(END_OF_HEAD) == 1 and (head + mark).count(before) == 1
+    (folder / "job.sh").write_text(text.replace(before, after, 1))
+    return "job.sh"
 
 
 def project_folder(folder: Path) -> Path:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from harness import SCRIPTS
-from slurm_cluster import Job, assert_close, one_process, project_folder, weights
+from slurm_cluster import Job, assert_close, edited, one_process, project_folder, weights
 
 pytestmark = pytest.mark.slurm
 EPOCHS = 3
@@ -139,14 +139,6 @@ def test_template(cluster, references, template, ranks, tmp_path):
         assert fields["ExitCode"] == "0:0", batch.text()
     assert re.search(r"test accuracy 0\.9[67]\d\d", batch.text())
     assert_close(weights(folder), one_process(references, 32 * ranks, 20))
-
-
-def edited(folder, template, before, after):
-    """Write a template with a part of its head replaced, and return its name."""
-    text = (SCRIPTS / "slurm" / template).read_text()
-    assert before in text.partition("# ---- Nothing below")[0]
-    (folder / "job.sh").write_text(text.replace(before, after, 1))
-    return "job.sh"
 
 
 def test_template_where_a_host_says_it_is_localhost(cluster, references, tmp_path):

@@ -6,7 +6,15 @@ import sys
 
 import pytest
 from harness import SCRIPTS, run
-from slurm_cluster import Cluster, Job, assert_same, project_folder, weights
+from slurm_cluster import (
+    END_OF_HEAD,
+    Cluster,
+    Job,
+    assert_same,
+    edited,
+    project_folder,
+    weights,
+)
 
 pytestmark = pytest.mark.slurm
 EPOCHS = 20
@@ -35,14 +43,10 @@ def unbroken(tmp_path_factory):
     return train
 
 
-def edited(folder, template, *settings, epochs=EPOCHS):
+def with_settings(folder, template, *settings, epochs=EPOCHS):
     """Write a template with more settings, below those of its head, and return its name."""
-    text = (SCRIPTS / "slurm" / template).read_text()
-    mark = "# ---- Nothing below"
-    assert text.count(mark) == 1
     line = f"TRAIN+=({' '.join([f'training.num_epochs={epochs}', *settings])})\n"
-    (folder / "job.sh").write_text(text.replace(mark, line + mark))
-    return "job.sh"
+    return edited(folder, template, END_OF_HEAD, line + END_OF_HEAD)
 
 
 def check_goes_on(job, folder, expected, saved=None, starts=2):
@@ -67,7 +71,7 @@ def test_told_to_stop_it_saves_and_requeues_itself(cluster, unbroken, how, tmp_p
     """As 120 s before the time limit, Slurm signals the batch shell, of every template."""
     template, ranks = TEMPLATES[how]
     folder = project_folder(tmp_path / "project")
-    with Job(cluster, edited(folder, template), cwd=folder) as job:
+    with Job(cluster, with_settings(folder, template), cwd=folder) as job:
         job.wait_for("epoch 3 |")
         for _ in range(2):  # the second says nothing new, and must not hurry the job
             job.tell("scancel", "--batch", "--signal=USR1")
@@ -81,7 +85,7 @@ def test_told_to_stop_it_saves_and_requeues_itself(cluster, unbroken, how, tmp_p
 def test_a_signal_to_the_steps(cluster, unbroken, tmp_path):
     """What `scancel --signal` sends without --batch reaches the ranks, and not the batch shell."""
     folder = project_folder(tmp_path / "project")
-    with Job(cluster, edited(folder, TEMPLATES["srun"][0]), cwd=folder) as job:
+    with Job(cluster, with_settings(folder, TEMPLATES["srun"][0]), cwd=folder) as job:
         job.wait_for("epoch 3 |")
         job.tell("scancel", "--signal=USR1")
         fields = job.wait_until("FAILED", "COMPLETED", "PENDING")
@@ -94,7 +98,7 @@ def test_a_signal_to_the_steps(cluster, unbroken, tmp_path):
 def test_the_time_limit(cluster, tmp_path):
     """Slurm itself gives the signal: a minute before the end of two, or up to 30 s earlier."""
     folder = project_folder(tmp_path / "project")
-    template = edited(folder, TEMPLATES["srun"][0], epochs=100_000)
+    template = with_settings(folder, TEMPLATES["srun"][0], epochs=100_000)
     with Job(cluster, "--time=2", "--signal=B:USR1@60", template, cwd=folder) as job:
         saved = saved_at(job)
         job.start_again()
@@ -111,7 +115,7 @@ def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, unbroken, how, tmp_
     """
     template, ranks = TEMPLATES[how]
     folder = project_folder(tmp_path / "project")
-    with Job(cluster, edited(folder, template), cwd=folder) as job:
+    with Job(cluster, with_settings(folder, template), cwd=folder) as job:
         job.wait_for("epoch 3 |")
         cluster.control("requeue", job.id)
         saved = saved_at(job)
@@ -161,7 +165,9 @@ def test_a_cut_link_is_an_error_and_the_job_goes_on_when_it_is_back(unbroken, tm
     folder = project_folder(tmp_path / "project")
     with (
         Cluster() as own,  # no other job may be on it
-        Job(own, edited(folder, TEMPLATES["srun"][0], "parallel.timeout=10"), cwd=folder) as job,
+        Job(
+            own, with_settings(folder, TEMPLATES["srun"][0], "parallel.timeout=10"), cwd=folder
+        ) as job,
     ):
         job.wait_for("step_000000")
         cut = own.do("on", "node2", "ip", "link", "set", "eth0", "down")

@@ -132,12 +132,14 @@ make_network() {
     ip link add "$NAME" type veth peer name machine netns "$STATE/net/controller"
     touch "$STATE/interface"  # it is ours to delete
     plug machine
-    address "$NAME" 1
+    ip address add "$NET.1/24" dev "$NAME"
+    ip link set "$NAME" up
     for host in "${HOSTS[@]}"; do
         number=$((number + 1))
         enter "$host" ip link add eth0 type veth peer name "$host" netns "$STATE/net/controller"
         plug "$host"
-        enter "$host" bash -c "$(declare -f address); NET=$NET; address eth0 $number"
+        enter "$host" ip address add "$NET.$number/24" dev eth0
+        enter "$host" ip link set eth0 up
         echo "$NET.$number $host" >> "$STATE/hosts"
         echo "::ffff:$NET.$number $host" >> "$STATE/hosts"  # for torch, which asks for names so
     done
@@ -146,11 +148,6 @@ make_network() {
 
 plug() {
     enter controller ip link set "$1" master bridge0 up
-}
-
-address() {
-    ip address add "$NET.$2/24" dev "$1"
-    ip link set "$1" up
 }
 
 enter() {
