@@ -13,7 +13,7 @@ CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down test test-full test-slurm lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down notebooks lab test test-full test-notebooks test-slurm lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 		f"error: Python 3.10 or later is needed, $(PYTHON) is {sys.version.split()[0]}: make setup PYTHON=python3.12")'
 	@echo "one-time setup: installing PyTorch and the tools into .venv, a few minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[course,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[course,notebooks,dev]'
 	@touch $(READY)
 
 run-single: $(READY)  ## train in one process
@@ -51,11 +51,22 @@ slurm-down:  ## end it, and all its jobs
 run-reference: $(READY)  ## train in NPROC processes with ddp_ref, from a YAML file
 	$(BIN)/python scripts/train_reference.py --config scripts/configs/digits.yaml --nproc $(NPROC) $(ARGS)
 
+notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (.ipynb)
+	$(BIN)/python notebooks/build.py $(ARGS)
+
+lab: $(READY)  ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab --notebook-dir=notebooks $(ARGS)
+
 test: $(READY)  ## run all tests: real processes, no root needed, at most 10 minutes
-	$(BIN)/python -m pytest -m 'not full and not slurm' $(ARGS)
+	$(BIN)/python -m pytest -m 'not full and not slurm and not exercises' $(ARGS)
 
 test-full: $(READY)  ## run the long crosses as well
-	$(BIN)/python -m pytest -m 'not slurm' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slurm and not exercises' $(ARGS)
+
+test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints
+	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=180 --nbval-sanitize-with=notebooks/sanitize.cfg \
+		-p no:randomly --dist=loadfile notebooks $(ARGS)
+	$(BIN)/python -m pytest -m exercises $(ARGS)
 
 test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 12 minutes
 	$(BIN)/python -m pytest -m slurm -n 3 $(ARGS)

@@ -107,7 +107,8 @@ def test_an_interactive_allocation_is_one_process(cluster, references, job, wher
     if where == "shell":
         typed = f"cd {tmp_path}; {shlex.join(map(str, job))}; hostname; exit"
         salloc = f"echo {shlex.quote(typed)} | script -qec {shlex.quote(shlex.join(command[:4]))}"
-        command = ["bash", "-c", f"{salloc} /dev/null"]
+        # SHELL is what salloc opens: a terminal has it, CI may not.
+        command = ["env", "SHELL=/bin/bash", "bash", "-c", f"{salloc} /dev/null"]
     ended = cluster.run(*command, cwd=tmp_path)
     check_ended(ended, tmp_path, references, world_size=1)
     assert ("\nnode1" in ended.stdout) == (where == "shell")

@@ -1,0 +1,181 @@
+"""The notebooks keep their form: paired, executed, short, every hunk and figure explained."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+from harness import ROOT, run
+
+FOLDER = ROOT / "notebooks"
+sys.path.insert(0, str(FOLDER))
+
+from lesson.sources import changed_lines, find_hunks  # noqa: E402 - it lies beside the notebooks
+
+SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.md"))
+NAMES = [source.stem for source in SOURCES]
+LONG = {"07", "08"}  # the collections of failures
+# Cells whose output is not compared, and why nothing else helps.
+IGNORED: dict[str, int] = {}
+DIFFS = {
+    "02": ("single_gpu.py", "multigpu_spawn.py"),
+    "04": ("multigpu_spawn.py", "multigpu_torchrun.py"),
+    "05": ("multigpu_torchrun.py", "multinode_slurm.py"),
+    "09": ("multinode_slurm.py", "train_reference.py"),
+}
+SCRIPTS = {"01": "single_gpu.py", "02": "multigpu_spawn.py", "03": "multigpu_spawn.py"}
+SCRIPTS |= {number: new for number, (_, new) in DIFFS.items()} | {"10": "char_gpt.py"}
+
+
+def executed(name):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code_cells(name):
+    return [cell for cell in executed(name).cells if cell.cell_type == "code"]
+
+
+def text_of(cells, kind):
+    return "\n\n".join(cell.source for cell in cells if cell.cell_type == kind)
+
+
+def test_all_are_there():
+    assert [name[:2] for name in NAMES] == [f"{number:02}" for number in range(11)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_pair_is_one(name):
+    """`make notebooks` was run after the last edit of the source."""
+    source = jupytext.read(FOLDER / f"{name}.md")
+    pair = [
+        [(cell.cell_type, cell.source, cell.metadata.get("tags")) for cell in notebook.cells]
+        for notebook in (source, executed(name))
+    ]
+    assert pair[0] == pair[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_executed_in_order(name):
+    counts = [cell.execution_count for cell in code_cells(name)]
+    assert counts == list(range(1, len(counts) + 1))
+    outputs = [output for cell in code_cells(name) for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short(name):
+    cells = executed(name).cells
+    assert len(cells) <= (45 if name[:2] in LONG else 26)
+    long = [cell.source for cell in code_cells(name) if len(cell.source.splitlines()) > 15]
+    assert not long, long[0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_lesson_is_whole(name):
+    """A prediction that is compared, a figure, a proof, and an exercise with its solution."""
+    code = text_of(code_cells(name), "code")
+    for needed in (
+        "guess = None",
+        "reveal(guess",
+        "show_figure(",
+        "assert ",
+        "return NotImplemented",
+    ):
+        assert needed in code, f"no {needed}"
+    assert re.search(r'assert check\(\w+\) == "right"', code)
+    assert "run_ranks(" in code or name[:2] in ("04", "05")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_have_a_text(name):
+    figures = [
+        output
+        for cell in code_cells(name)
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    ]
+    assert figures
+    for figure in figures:
+        assert figure.metadata["image/png"]["alt"] == figure.data["text/plain"].strip()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exercises_are_not_yet_done_and_their_solutions_folded(name):
+    cells = code_cells(name)
+    stubs = [n for n, cell in enumerate(cells) if "return NotImplemented" in cell.source]
+    for number in stubs:
+        stub, check, solution = cells[number : number + 3]
+        function = re.search(r"def (\w+)\(", stub.source)[1]
+        assert check.source == f"check({function})"
+        assert [output["text"] for output in check.outputs] == ["not yet\n"]
+        assert f'assert check({function}) == "right"' in solution.source
+        assert "hide-input" in solution.metadata["tags"]
+        assert solution.metadata["jupyter"]["source_hidden"] is True
+
+
+@pytest.mark.parametrize("number", DIFFS)
+def test_every_hunk_has_its_paragraph(number):
+    """A paragraph names something that its hunk changes; all hunks are shown."""
+    name = next(name for name in NAMES if name.startswith(number))
+    cells, hunks = executed(name).cells, len(find_hunks(*DIFFS[number]))
+    paragraphs = re.findall(
+        r"^\*\*Hunk (\d+)\.\*\* (.+?)(?=\n\n|\Z)", text_of(cells, "markdown"), re.M | re.S
+    )
+    assert [int(n) for n, _ in paragraphs] == list(range(1, hunks + 1))
+    for n, paragraph in paragraphs:
+        changed = "\n".join(changed_lines(*DIFFS[number], int(n)))
+        quoted = re.findall(r"`([^`]+)`", paragraph)
+        assert any(words in changed for words in quoted), f"hunk {n}: {quoted}"
+    shown = [
+        int(n)
+        for cell in code_cells(name)
+        if "show_diff(" in cell.source
+        for output in cell.outputs
+        for n in re.findall(r"^Hunk (\d+)$", output.get("data", {}).get("text/plain", ""), re.M)
+    ]
+    assert shown == list(range(1, hunks + 1))
+
+
+@pytest.mark.parametrize("number", SCRIPTS)
+def test_the_script_is_included_and_run(number):
+    """At the end of a chapter: the whole script, folded, and the command that runs it."""
+    name = next(name for name in NAMES if name.startswith(number))
+    last = text_of(code_cells(name)[-3:], "code")
+    assert f'show_script("{SCRIPTS[number]}")' in last
+    assert re.search(
+        rf'shell\(\s*f?"[^"]*scripts/{SCRIPTS[number]}', text_of(code_cells(name), "code")
+    )
+
+
+def test_outputs_that_are_not_compared():
+    counted = {
+        name[:2]: sum("NBVAL_IGNORE_OUTPUT" in c.metadata.get("tags", []) for c in code_cells(name))
+        for name in NAMES
+    }
+    assert {number: count for number, count in counted.items() if count} == IGNORED
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_this_machine_is_in_it(name):
+    outputs = json.dumps([cell.outputs for cell in code_cells(name)])
+    assert str(ROOT) not in outputs and str(Path.home()) + "/" not in outputs
+    assert "site-packages" not in outputs or str(Path(sys.prefix)) not in outputs
+
+
+def test_one_notebook_runs(tmp_path):
+    """The others run under `make test-notebooks`."""
+    options = ["--nbval", "--nbval-cell-timeout=180", "-p", "no:randomly", "-n", "0", "-q"]
+    options += ["--nbval-sanitize-with", FOLDER / "sanitize.cfg", "-p", "no:cacheprovider"]
+    ended = run(
+        sys.executable,
+        "-m",
+        "pytest",
+        *options,
+        f"--rootdir={ROOT}",
+        FOLDER / "00_what_ddp_is.ipynb",
+        cwd=tmp_path,
+    )
+    assert ended.code == 0, ended.stdout
