@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from ddp_ref import Callback, Handler, broadcast_object, cleanup_ddp, detect_launch, initialize_ddp
 
@@ -51,23 +51,9 @@ def windows(ids, block_size):
     return ids.unfold(0, block_size + 1, block_size)
 
 
-class RandomWindows(Dataset):
-    """Hold `size` windows that begin anywhere in `ids`, others in each epoch.
-
-    Handler seeds torch for each item from (seed, epoch, index), so they are the same on any
-    number of ranks and after a resume.
-    """
-
-    def __init__(self, ids, block_size, size):
-        self.ids, self.block_size, self.size = ids, block_size, size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        start = int(torch.randint(len(self.ids) - self.block_size, ()))
-        window = self.ids[start : start + self.block_size + 1]
-        return window[:-1], window[1:]  # after each character, the next
+def pairs(rows):
+    """Return a data set of inputs and targets: after each character, the next."""
+    return TensorDataset(rows[:, :-1], rows[:, 1:])
 
 
 # Model: a transformer that normalises before each part and has no biases
@@ -203,14 +189,13 @@ def train(args):
     text = read_text()
     vocabulary = "".join(sorted(set(text)))
     train_ids, val_ids = (encode(part, vocabulary) for part in split(text))
+    train_rows, val_rows = (windows(ids, args.block_size) for ids in (train_ids, val_ids))
+    effective_batch = args.batch_size * info.world_size
+    steps = len(train_rows) // effective_batch  # whole ones, so that no row comes twice
     torch.manual_seed(args.seed)
     model = GPT(vocabulary, args.n_layer, args.n_head, args.n_embd, args.block_size)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True
-    )
-    # Whole steps only: then one rank with twice the batch sees the same windows as two.
-    effective_batch = args.batch_size * info.world_size
-    steps = len(windows(train_ids, args.block_size)) // effective_batch
+    weights = list(model.parameters())
+    optimizer = torch.optim.AdamW(weights, args.lr, (0.9, 0.99), weight_decay=0.1, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: rate(n, steps * args.epochs))
     handler = Handler(
         model,
@@ -223,15 +208,15 @@ def train(args):
         seed=args.seed,
         run_dir=args.run_dir,
     )
-    train_set = RandomWindows(train_ids, args.block_size, steps * effective_batch)
-    rows = windows(val_ids, args.block_size)
     pinned = {"pin_memory": info.device.type == "cuda"}
-    handler.set_train_loader(train_set, args.batch_size, **pinned)
-    handler.set_val_loader(TensorDataset(rows[:, :-1], rows[:, 1:]), args.batch_size, **pinned)
+    handler.set_train_loader(
+        pairs(train_rows[: steps * effective_batch]), args.batch_size, **pinned
+    )
+    handler.set_val_loader(pairs(val_rows), args.batch_size, **pinned)
     handler.load(args.run_dir)
     if info.rank == 0:
-        weights = sum(weight.numel() for weight in model.parameters())
-        print(f"{len(text):,} characters, {len(vocabulary)} different | {weights:,} weights")
+        size = sum(weight.numel() for weight in weights)
+        print(f"{len(text):,} characters, {len(vocabulary)} different | {size:,} weights")
         print(f"{info.world_size} x {info.device} in {handler.precision} | {steps} steps an epoch")
         print(f"{handler.epoch} of {args.epochs} epochs are done", flush=True)
     handler.train(args.epochs)
