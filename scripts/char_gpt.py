@@ -1,8 +1,10 @@
 """Train a character-level GPT on the text of Python's own help(), with ddp_ref.
 
-python scripts/char_gpt.py [--nproc 2]       the same line again goes on, or only writes new text
+python scripts/char_gpt.py --nproc 2       two minutes on two cores
 torchrun --standalone --nproc-per-node=2 scripts/char_gpt.py
 srun --nodes=2 --ntasks-per-node=2 python scripts/char_gpt.py
+
+The same line again goes on from the newest checkpoint; when all epochs are done, it only writes.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_ref import Callback, Handler, broadcast_object, cleanup_ddp, detect_launch, initialize_ddp
 
-# Data: text, numbers, windows
+# Data: text -> numbers -> rows
 
 
 def read_text():
@@ -56,7 +58,7 @@ def pairs(rows):
     return TensorDataset(rows[:, :-1], rows[:, 1:])
 
 
-# Model: a transformer that normalises before each part and has no biases
+# Model: a pre-norm transformer without biases
 
 
 def norm(x):
@@ -69,19 +71,19 @@ class Block(nn.Module):
     def __init__(self, n_head, n_embd):
         super().__init__()
         self.n_head = n_head
-        self.look = nn.Linear(n_embd, 3 * n_embd, bias=False)
-        self.looked = nn.Linear(n_embd, n_embd, bias=False)
-        self.widen = nn.Linear(n_embd, 4 * n_embd, bias=False)
-        self.narrow = nn.Linear(4 * n_embd, n_embd, bias=False)
-        for last in (self.looked, self.narrow):
+        self.qkv = nn.Linear(n_embd, 3 * n_embd, bias=False)
+        self.out = nn.Linear(n_embd, n_embd, bias=False)
+        self.up = nn.Linear(n_embd, 4 * n_embd, bias=False)
+        self.down = nn.Linear(4 * n_embd, n_embd, bias=False)
+        for last in (self.out, self.down):
             nn.init.zeros_(last.weight)  # at first a block changes nothing
 
     def forward(self, x):  # (batch, length, n_embd), as is what it returns
-        x = x + self.looked(self.attend(norm(x)))
-        return x + self.narrow(F.gelu(self.widen(norm(x))))
+        x = x + self.out(self.attend(norm(x)))
+        return x + self.down(F.gelu(self.up(norm(x))))
 
     def attend(self, x):
-        heads = self.look(x).unflatten(2, (3, self.n_head, -1))
+        heads = self.qkv(x).unflatten(2, (3, self.n_head, -1))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # (batch, n_head, length, n_embd / n_head)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return seen.transpose(1, 2).flatten(2)
@@ -123,8 +125,8 @@ class GPT(nn.Module):
         ids = encode(prompt, self.vocabulary)
         for _ in range(length):
             context = ids[None, -self.block_size :].to(self.places.weight.device)
-            logits = self(context)[0, -1].float().cpu()
-            chances = F.softmax(logits / temperature, 0)
+            logits = self(context)[0, -1].cpu()
+            chances = F.softmax(logits / temperature, 0)  # (characters,)
             ids = torch.cat([ids, torch.multinomial(chances, 1, generator=generator)])
         return "".join(self.vocabulary[number] for number in ids)
 
@@ -145,7 +147,7 @@ class GPT(nn.Module):
 
 def next_character_loss(logits, targets):
     """Return the mean cross-entropy, in nats a character."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def rate(step, steps):
@@ -183,9 +185,13 @@ def score(handler, ids, block_size):
     return None if found is None else -found.double().sum().item() / rows[:, 1:].numel()
 
 
-def train(args):
-    """Train on this rank, write text and score it. Collective: all ranks call it."""
-    info = initialize_ddp()
+def train(rank, args, port):
+    """Train, write text and score it, as `rank` of --nproc or, if None, as the launcher's rank.
+
+    Collective: all ranks call it.
+    """
+    master = {} if rank is None else {"master_addr": "127.0.0.1", "master_port": port}
+    info = initialize_ddp(rank=rank, world_size=args.nproc, **master)
     text = read_text()
     vocabulary = "".join(sorted(set(text)))
     train_ids, val_ids = (encode(part, vocabulary) for part in split(text))
@@ -208,11 +214,10 @@ def train(args):
         seed=args.seed,
         run_dir=args.run_dir,
     )
-    pinned = {"pin_memory": info.device.type == "cuda"}
-    handler.set_train_loader(
-        pairs(train_rows[: steps * effective_batch]), args.batch_size, **pinned
-    )
-    handler.set_val_loader(pairs(val_rows), args.batch_size, **pinned)
+    on_gpu = info.device.type == "cuda"
+    train_set = pairs(train_rows[: steps * effective_batch])
+    handler.set_train_loader(train_set, args.batch_size, pin_memory=on_gpu)
+    handler.set_val_loader(pairs(val_rows), args.batch_size, pin_memory=on_gpu)
     handler.load(args.run_dir)
     if info.rank == 0:
         size = sum(weight.numel() for weight in weights)
@@ -222,20 +227,12 @@ def train(args):
     handler.train(args.epochs)
     written = broadcast_object(handler.sample(args.prompt, args.length, args.seed))
     ids = encode(written, vocabulary)
-    mixed = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
-    scores = [score(handler, part, args.block_size) for part in (val_ids, ids, mixed)]
+    parts = {"validation text": val_ids, "this text": ids, "read backwards": ids.flip(0)}
+    scores = {name: score(handler, part, args.block_size) for name, part in parts.items()}
     if info.rank == 0:
-        print(f"\n{written}\n")
-        names = "validation text", "this text", "its characters mixed"
-        found = " | ".join(f"{name} {loss:.3f}" for name, loss in zip(names, scores, strict=True))
-        print(f"nats a character: {found}")
+        print(f"\n{written}\n\nnats a character:", end="")
+        print(" |".join(f" {name} {loss:.3f}" for name, loss in scores.items()))
     cleanup_ddp()
-
-
-def as_rank(rank, args, port):
-    """Join the ranks that --nproc started, and train."""
-    initialize_ddp(rank=rank, world_size=args.nproc, master_addr="127.0.0.1", master_port=port)
-    train(args)
 
 
 # Command line
@@ -254,52 +251,43 @@ def parse_args():
     add("--n-embd", type=int, default=64, help="numbers that stand for a character (64)")
     add("--block-size", type=int, default=64, help="characters it looks back, at most (64)")
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=int, default=15, help="in total, with those already done (15)")
-    add("--batch-size", type=int, default=16, help="windows a step, on each rank (16)")
-    add("--lr", type=float, default=4e-3, help="peak learning rate (0.004); a checkpoint's wins")
-    add("--seed", type=int, default=0, help="of weights, windows and text (0)")
+    add("--epochs", type=int, default=10, help="in total, with those already done (10)")
+    add("--batch-size", type=int, default=8, help="rows a step, on each rank (8)")
+    add("--lr", type=float, default=8e-3, help="peak learning rate (0.008); a checkpoint's wins")
+    add("--seed", type=int, default=0, help="of weights, order and text (0)")
     add("--nproc", type=int, help="processes to start here; without, the launcher's")
     add("--run-dir", default="runs/char_gpt", help="checkpoints, log, figures (runs/char_gpt)")
     add = parser.add_argument_group("text").add_argument
     add("--prompt", default="The ", help='how it begins ("The ")')
     add("--length", type=int, default=600, help="characters to write (600)")
     args = parser.parse_args()
-    check(args, read_text(), parser.error)
-    return args
-
-
-def check(args, text, error):
-    """Call `error` with one line for a flag that cannot be; training would find it later."""
-    for name, value in vars(args).items():
-        if isinstance(value, int) and value < (name != "seed"):
-            error(f"--{name.replace('_', '-')} must be at least {int(name != 'seed')}, not {value}")
-    if not 0 < args.lr < math.inf:
-        error(f"--lr must be a finite number above 0, not {args.lr}")
-    if args.n_embd % args.n_head:
-        error(f"--n-embd {args.n_embd} does not divide by --n-head {args.n_head}")
-    if unknown := sorted(set(args.prompt) - set(text)):
-        error(f"--prompt has characters that the text has not: {''.join(unknown)!r}")
-    if not args.prompt:
-        error("--prompt must have a character: what follows is predicted from it")
+    text = read_text()
     train_part, val_part = split(text)
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and name != "seed" and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be above 0 and finite, not {value}")
+    if args.n_embd % args.n_head:
+        parser.error(f"--n-embd {args.n_embd} does not divide by --n-head {args.n_head}")
+    if not args.prompt or (unknown := "".join(sorted(set(args.prompt) - set(text)))):
+        what = f"{unknown!r}, which the text has not" if args.prompt else "no character"
+        parser.error(f"--prompt has {what}: each next one is predicted from those before")
     if args.block_size >= len(val_part):
-        error(f"--block-size must be below {len(val_part)}, the text to validate on")
-    rows = (len(train_part) - 1) // args.block_size
-    ranks = args.nproc or detect_launch().world_size
+        parser.error(f"--block-size must be below {len(val_part)}, the text to validate on")
+    rows, ranks = (len(train_part) - 1) // args.block_size, args.nproc or detect_launch().world_size
     if args.batch_size * ranks > rows:
-        error(f"--batch-size {args.batch_size} on {ranks} ranks: the text has {rows} windows")
+        parser.error(f"--batch-size {args.batch_size} on {ranks} ranks: the text has {rows} rows")
+    return args
 
 
 @record  # so that torchrun shows the traceback of the rank that failed first
 def main():
     args = parse_args()
     if args.nproc is None:
-        train(args)
-        return
+        return train(None, args, None)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(as_rank, args=(args, port), nprocs=args.nproc)
+    return mp.spawn(train, args=(args, port), nprocs=args.nproc)
 
 
 if __name__ == "__main__":

@@ -220,15 +220,14 @@ def test_a_model_is_not_loaded_into_one_of_other_settings(model, script):
     ("flags", "text"),
     [
         (["--n-embd", "30", "--n-head", "4"], "--n-embd 30 does not divide by --n-head 4"),
-        (["--n-layer", "0"], "--n-layer must be at least 1, not 0"),
+        (["--n-layer", "0"], "--n-layer must be above 0 and finite, not 0"),
         (["--n-layer", "two"], "argument --n-layer: invalid int value: 'two'"),
-        (["--nproc", "0"], "--nproc must be at least 1, not 0"),
-        (["--seed", "-1"], "--seed must be at least 0, not -1"),
-        (["--lr", "nan"], "--lr must be a finite number above 0, not nan"),
+        (["--nproc", "0"], "--nproc must be above 0 and finite, not 0"),
+        (["--lr", "nan"], "--lr must be above 0 and finite, not nan"),
         (["--block-size", "10000000"], "--block-size must be below "),
         (["--batch-size", "4000", "--nproc", "3"], "--batch-size 4000 on 3 ranks: the text has "),
-        (["--prompt", "日 本"], "--prompt has characters that the text has not: '日本'"),
-        (["--prompt", ""], "--prompt must have a character"),
+        (["--prompt", "日 本"], "--prompt has '日本', which the text has not: "),
+        (["--prompt", ""], "--prompt has no character: "),
     ],
 )
 def test_a_mistake_is_one_line(flags, text, script, monkeypatch, capsys):
