@@ -251,7 +251,7 @@ def parse_args():
     add("--n-embd", type=int, default=64, help="numbers that stand for a character (64)")
     add("--block-size", type=int, default=64, help="characters it looks back, at most (64)")
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=int, default=10, help="in total, with those already done (10)")
+    add("--epochs", type=int, default=12, help="in total, with those already done (12)")
     add("--batch-size", type=int, default=8, help="rows a step, on each rank (8)")
     add("--lr", type=float, default=8e-3, help="peak learning rate (0.008); a checkpoint's wins")
     add("--seed", type=int, default=0, help="of weights, order and text (0)")
