@@ -37,10 +37,10 @@ def model(script):
     return model
 
 
-def train(folder, *command):
+def train(folder, *command, timeout=120):
     """Run a command to its end in `folder` and return what it printed."""
     folder.mkdir(exist_ok=True)
-    ended = run(*command, cwd=folder)
+    ended = run(*command, cwd=folder, timeout=timeout)
     assert ended.code == 0, ended.stderr
     return ended.stdout
 
@@ -98,6 +98,7 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(spawned, tmp_path):
     step = re.search(r"ended by a signal at step (\d+)", log)
     assert step and int(step[1]) < 3 * STEPS
     text = train(tmp_path, *line)
+    assert "epoch 1 |" not in text  # it was not begun again
     assert spawned[0].endswith(text[text.index("epoch 3 |") :])
     one, two = saved(tmp_path), saved(spawned[1])
     assert one["history"] == two["history"]
@@ -113,8 +114,10 @@ def test_a_finished_run_only_writes(spawned, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # two minutes where nothing else runs
 def test_defaults(tmp_path):
-    text = train(tmp_path, sys.executable, SCRIPT, "--nproc", "2")
+    """The loss falls, the text has words, and the model finds it likelier than read backwards."""
+    text = train(tmp_path, sys.executable, SCRIPT, "--nproc", "2", timeout=840)
     assert losses(text)[-1] < 1.6 and losses(text)[-1] < losses(text)[0] - 0.4
     written = text.split("\n\n", 1)[1]
     assert len({"the", "is", "of", "to", "a", "in", "and"} & set(written.split())) >= 4
