@@ -1,12 +1,13 @@
 """How far the weights of the ranks are apart: measured on the ranks, drawn over the steps."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import matplotlib.pyplot as plt
-import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from torch import nn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def gap_between_ranks(model: nn.Module) -> float:
@@ -18,8 +19,10 @@ def gap_between_ranks(model: nn.Module) -> float:
     return (highest - lowest).max().item()
 
 
-def draw_drift(gaps: Mapping[str, Sequence[float]]) -> Figure:
+def draw_drift(gaps: Mapping[str, Sequence[float]]) -> "Figure":
     """Draw, for each way of training, the gap at the start and after every step."""
+    import matplotlib.pyplot as plt  # here, as ranks import this module too
+
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     styles = zip(("o", "s", "^", "D"), ("-", "--", "-.", ":"), strict=True)
     for (name, values), (marker, line) in zip(gaps.items(), styles, strict=False):
