@@ -8,10 +8,13 @@ COLORS = ["tab:blue", "tab:orange", "tab:green", "tab:red"]
 LINES = ["-", "--", "-.", ":"]
 
 
-def draw_rank_losses(local: Tensor, reduced: Tensor) -> Figure:
-    """Draw the losses of each rank, `local` (ranks, steps), thin and `reduced` (steps,) thick."""
+def draw_rank_losses(local: Tensor, reduced: Tensor, first: int = 1) -> Figure:
+    """Draw the losses of each rank, `local` (ranks, steps), thin and `reduced` (steps,) thick.
+
+    `first` is the number of the first step.
+    """
     figure, axes = plt.subplots(figsize=(7, 3.5))
-    steps = range(1, len(reduced) + 1)
+    steps = range(first, first + len(reduced))
     for rank, losses in enumerate(local):
         color, line = COLORS[rank % 4], LINES[rank % 4]
         axes.plot(steps, losses, line, color=color, linewidth=1, label=f"rank {rank}, local")
