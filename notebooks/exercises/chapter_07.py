@@ -92,9 +92,9 @@ def _model() -> nn.Module:
 def _change(model: nn.Module, case: str) -> None:
     first, last = next(model.parameters()), list(model.parameters())[-1]
     if case == "last":
-        last += 1.0
+        last.add_(1.0)
     elif case == "small":
-        first[0, 0] *= 1 + 2.0**-22  # two units in the last place of a float32
+        first[0, 0].mul_(1 + 2.0**-22)  # two units in the last place of a float32
     elif case == "swapped":
         first[0, :2] = first[0, :2].flip(0)
 

@@ -17,7 +17,13 @@ def draw_drift(distances: Mapping[str, Sequence[float]], title: str) -> Figure:
     for (name, values), (color, line) in zip(distances.items(), STYLES, strict=True):
         axes.plot(range(1, len(values) + 1), values, line, color=color, linewidth=2, label=name)
     axes.set(xlabel="optimizer step", ylabel="largest difference of a parameter")
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": len(distances)}
-    axes.legend(frameon=False, title=title, **place)  # above: a line may be anywhere inside
+    # Above: a line may be anywhere inside.
+    axes.legend(
+        frameon=False,
+        title=title,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        ncols=len(distances),
+    )
     axes.spines[["top", "right"]].set_visible(False)
     return figure
