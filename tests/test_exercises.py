@@ -8,7 +8,7 @@ from harness import ROOT
 
 sys.path.insert(0, str(ROOT / "notebooks"))
 
-from exercises import all_exercises, check  # noqa: E402 - it lies beside the notebooks
+from exercises import all_exercises, check
 
 pytestmark = pytest.mark.exercises
 CHAPTERS = [f"mistakes.chapter_{number:02}" for number in range(11)]
