@@ -5,8 +5,6 @@ from html import escape
 from itertools import zip_longest
 from pathlib import Path
 
-from IPython.display import display
-
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 Hunk = list[tuple[str, int, int, int, int]]  # opcodes: what, and from where to where in both files
 
@@ -21,7 +19,7 @@ def show_script(name: str) -> None:
     text = (SCRIPTS / name).read_text()
     title = f"scripts/{name}, {len(text.splitlines())} lines"
     html = f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"
-    display({"text/html": html, "text/plain": f"{title}\n\n{text}"}, raw=True)
+    _display({"text/html": html, "text/plain": f"{title}\n\n{text}"})
 
 
 def show_diff(old: str, new: str, first: int = 1, last: int | None = None) -> None:
@@ -39,7 +37,7 @@ def show_diff(old: str, new: str, first: int = 1, last: int | None = None) -> No
         hunk = hunks[number - 1]
         tables.append(_table(number, hunk, before, after, (old, new)))
         texts.append(_text(number, hunk, before, after))
-    display({"text/html": "".join(tables), "text/plain": "\n".join(texts)}, raw=True)
+    _display({"text/html": "".join(tables), "text/plain": "\n".join(texts)})
 
 
 def find_hunks(old: str, new: str) -> list[Hunk]:
@@ -56,6 +54,12 @@ def changed_lines(old: str, new: str, number: int) -> list[str]:
         if what != "equal":
             found += before[i1:i2] + after[j1:j2]
     return found
+
+
+def _display(data: dict[str, str]) -> None:
+    from IPython.display import display  # here, as ranks import this module too
+
+    display(data, raw=True)
 
 
 def _lines(name: str) -> list[str]:
