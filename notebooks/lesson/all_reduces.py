@@ -1,18 +1,7 @@
-"""How many collectives some work takes, as the profiler saw them."""
-
-from collections.abc import Callable
+"""The all-reduces of several training loops, beside each other."""
 
 import matplotlib.pyplot as plt
-import torch
 from matplotlib.figure import Figure
-from torch.profiler import ProfilerActivity
-
-
-def count_all_reduces(work: Callable[[], object]) -> int:
-    """Return how many all-reduces of gloo ran on this rank during `work`, DDP's own included."""
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
-        work()
-    return sum(event.name == "gloo:all_reduce" for event in profile.events())
 
 
 def draw_all_reduces(counts: dict[str, int], steps: int) -> Figure:
