@@ -19,6 +19,13 @@ class NotYetWritten(Exception):
     """The function returned NotImplemented, as its stub does."""
 
 
+class Answer(str):
+    """An answer that has been printed: a notebook does not show the value of the cell again."""
+
+    def _ipython_display_(self) -> None:
+        """Show nothing."""
+
+
 @dataclass(frozen=True)
 class Exercise:
     """A task for the reader.
@@ -36,7 +43,7 @@ class Exercise:
 
     def check(self, function: Callable[..., Any]) -> str:
         """Run `function` on the ranks, print the answer in one line, and return it."""
-        answer = self._answer(function)
+        answer = Answer(self._answer(function))
         print(answer)
         return answer
 

@@ -8,6 +8,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,9 @@ from .rendezvous import forget, meet
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SIDE_TIMEOUT = timedelta(days=365)
 SHORTEST = timedelta(milliseconds=1)
-LINGER = 0.2  # seconds, in which a thread gets its turn also where every core is busy
+TURN = 0.2  # seconds between two looks at gloo's threads: they get a turn, also on busy cores
+LINGER = 30.0  # seconds, at most, for them to come to rest
+TASKS = Path("/proc/self/task")  # Linux only
 _first_host_from_slurm_nodelist = first_host
 
 
@@ -96,12 +99,31 @@ def cleanup_ddp() -> None:
 
 
 def linger() -> None:
-    """Give gloo's threads the time to let go of the last tensors, before Python or a model goes.
+    """Wait until gloo's threads have let go of the last tensors, before Python or a model goes.
 
     For that they need the interpreter lock. While Python ends they would abort the process (up to
     Python 3.13); and to free a model that alone holds the group is to wait for them with the lock.
     """
-    time.sleep(LINGER)
+    deadline = time.monotonic() + LINGER
+    before, now = None, _gloo_threads()
+    while before != now and time.monotonic() < deadline:
+        time.sleep(TURN)
+        before, now = now, _gloo_threads()
+
+
+def _gloo_threads() -> object:
+    """Return what changes for as long as a thread that runs collectives has something to do.
+
+    At rest it sleeps, and is not switched; one that waits for the lock is, every 5 ms.
+    """
+    found = []
+    for task in TASKS.glob("*"):
+        with suppress(OSError):  # it has just ended
+            if (task / "comm").read_text() == "pt_gloo_runloop\n":
+                lines = (task / "status").read_text().splitlines()
+                found.append([line for line in lines if line.startswith(("State", "volun"))])
+    running = any("sleeping" not in state for state, _ in found)
+    return time.monotonic() if running else found
 
 
 def side_group() -> dist.ProcessGroup | None:

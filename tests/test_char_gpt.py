@@ -1,0 +1,249 @@
+"""char_gpt.py: one job on any number of ranks, and a model whose numbers are counted by hand."""
+
+import re
+import runpy
+import signal
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import SCRIPTS, Running, run, torchrun
+
+from ddp_ref import Handler, run_ranks
+
+SCRIPT = SCRIPTS / "char_gpt.py"
+SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "64"]
+JOB = [*SMALL, "--epochs", "3", "--lr", "0.02", "--length", "40"]
+TWO = [*JOB, "--batch-size", "32"]  # on each of two ranks
+EPOCH = re.compile(r"epoch (\d+) \| validation loss ([\d.]+) nats, ([\d.]+) bits a character")
+
+
+@pytest.fixture(scope="module")
+def script():
+    """Return what the script defines."""
+    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+
+
+@pytest.fixture
+def model(script):
+    """Return a small model in float64 whose blocks have an effect, unlike those of a new one."""
+    torch.manual_seed(0)
+    model = script.GPT("abcdefg", n_layer=2, n_head=2, n_embd=8, block_size=5).double()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight)
+    return model
+
+
+def train(folder, *command, timeout=120):
+    """Run a command to its end in `folder` and return what it printed."""
+    folder.mkdir(exist_ok=True)
+    ended = run(*command, cwd=folder, timeout=timeout)
+    assert ended.code == 0, ended.stderr
+    return ended.stdout
+
+
+def saved(folder):
+    """Return the newest checkpoint: the text, and so the number of steps, is this Python's."""
+    *_, newest = sorted((folder / "runs/char_gpt").glob("step_*.pt"))
+    return torch.load(newest, weights_only=True)
+
+
+def losses(text):
+    return [float(loss) for _, loss, _ in EPOCH.findall(text)]
+
+
+@pytest.fixture(scope="module")
+def spawned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("spawned") / "run"
+    return train(folder, sys.executable, SCRIPT, "--nproc", "2", *TWO), folder
+
+
+def test_the_loss_falls_and_the_text_is_the_models_own(spawned, script):
+    """The checkpoint alone makes the model again, which writes what was printed."""
+    text, folder = spawned
+    found = losses(text)
+    assert len(found) == 3 and found == sorted(found, reverse=True) and found[-1] < 2.9
+    for _, nats, bits in EPOCH.findall(text):
+        assert float(bits) == pytest.approx(float(nats) / 0.693147, abs=2e-3)
+    state = saved(folder)["model"]
+    model = script.GPT(**state["_extra_state"])
+    model.load_state_dict(state)
+    assert f"\n\n{model.sample('The ', 40)}\n\n" in text
+    _, val_ids = script.split(script.encode(script.read_text(), model.vocabulary))
+    rows = script.windows(val_ids, 64)
+    mean = -model.log_likelihood(rows).double().sum().item() / (64 * len(rows))
+    assert found[-1] == pytest.approx(mean, abs=1e-3)
+    assert f"nats a character: validation text {mean:.3f} |" in text
+
+
+def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, tmp_path):
+    text = train(tmp_path / "run", sys.executable, SCRIPT, *JOB, "--batch-size", "64")
+    assert losses(text) == pytest.approx(losses(spawned[0]), abs=2e-3)
+    one, two = saved(tmp_path / "run")["model"], saved(spawned[1])["model"]
+    assert one.pop("_extra_state") == two["_extra_state"]
+    for name, value in one.items():
+        torch.testing.assert_close(value, two[name], rtol=0, atol=2e-3)
+
+
+def test_a_run_that_was_ended_goes_on_bit_for_bit(spawned, tmp_path):
+    """Under torchrun, in the middle of an epoch; then the same line again."""
+    line = torchrun(2, SCRIPT, *TWO)
+    with Running(*line, cwd=tmp_path) as running:
+        running.wait_for("epoch 1 |")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait().code != 0
+    log = (tmp_path / "runs/char_gpt/log.txt").read_text()
+    step = re.search(r"ended by a signal at step (\d+)", log)
+    assert step and int(step[1]) < saved(spawned[1])["step"]
+    text = train(tmp_path, *line)
+    assert "epoch 1 |" not in text  # it was not begun again
+    assert spawned[0].endswith(text[text.index("epoch 3 |") :])
+    one, two = saved(tmp_path), saved(spawned[1])
+    assert one["history"] == two["history"] and one["step"] == two["step"]
+    for name, value in two["model"].items():
+        assert name == "_extra_state" or torch.equal(one["model"][name], value)
+
+
+def test_a_finished_run_only_writes(spawned, tmp_path):
+    flags = ["--run-dir", spawned[1] / "runs/char_gpt", "--prompt", "for i in", "--length", "9"]
+    text = train(tmp_path, sys.executable, SCRIPT, *TWO, *flags)
+    assert "3 of 3 epochs are done" in text and not EPOCH.search(text)
+    assert re.search(r"\n\nfor i in(.|\n){9}\n\nnats", text)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)  # two minutes where nothing else runs
+def test_defaults(tmp_path):
+    """The loss falls, the text has words, and the model finds it likelier than read backwards."""
+    text = train(tmp_path, sys.executable, SCRIPT, "--nproc", "2", timeout=840)
+    assert losses(text)[-1] < 1.6 and losses(text)[-1] < losses(text)[0] - 0.4
+    written = text.split("\n\n", 1)[1]
+    assert len({"the", "is", "of", "to", "a", "in", "and"} & set(written.split())) >= 4
+    scores = [float(number) for number in re.findall(r"[\d.]+", text.splitlines()[-1])]
+    assert scores[1] < scores[0] < scores[2]
+
+
+# The data
+
+
+def test_no_paragraph_is_trained_on_and_validated(script):
+    train_part, val_part = script.split(script.read_text())
+    assert len(val_part) == pytest.approx(len(train_part) / 9, rel=1e-3)
+    known = set(train_part.split("\n\n"))
+    assert not known & set(val_part.split("\n\n")[1:])  # the first may have been cut in two
+
+
+def test_each_character_but_the_first_is_predicted_once(script):
+    rows = script.windows(torch.arange(12), block_size=3)
+    assert rows.tolist() == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+
+
+def test_the_target_of_each_character_is_the_next(script):
+    inputs, targets = script.pairs(torch.arange(8).reshape(2, 4))[1]
+    assert inputs.tolist() == [4, 5, 6] and targets.tolist() == [5, 6, 7]
+
+
+def test_encode_numbers_the_vocabulary(script):
+    assert script.encode("cab", "abc").tolist() == [2, 0, 1]
+
+
+# The model
+
+
+def test_a_place_sees_no_later_one(model):
+    ids = torch.tensor([[0, 1, 2, 3, 4]])
+    changed = torch.tensor([[0, 1, 2, 6, 4]])
+    one, other = model(ids), model(changed)
+    torch.testing.assert_close(one[:, :3], other[:, :3], rtol=0, atol=1e-12)
+    assert not torch.allclose(one[:, 4], other[:, 4])  # the place after it does
+
+
+def test_a_sample_is_drawn_from_what_follows_the_prompt(model, script):
+    """Nearly without chance it is the likeliest character after the last five, again and again."""
+    ids = script.encode("bad", model.vocabulary)
+    for _ in range(8):
+        likeliest = model(ids[None, -5:])[0, -1].argmax(0, keepdim=True)
+        ids = torch.cat([ids, likeliest])
+    expected = "".join(model.vocabulary[number] for number in ids)
+    assert model.sample("bad", 8, temperature=1e-4) == expected
+    assert model.sample("bed", 8, temperature=1e-4)[3:] != expected[3:]
+
+
+def test_a_sample_depends_on_its_seed_alone(model):
+    torch.manual_seed(1)
+    one = model.sample("bad", 30, seed=3, temperature=2.0)
+    state = torch.get_rng_state()
+    assert model.sample("bad", 30, seed=3, temperature=2.0) == one
+    assert model.sample("bad", 30, seed=4, temperature=2.0) != one
+    assert torch.equal(torch.get_rng_state(), state)  # and takes nothing from training
+
+
+def by_hand(model, rows):
+    """Return the sum of log p of each character given those before it, one at a time."""
+    sums = []
+    for row in rows:
+        chances = [F.softmax(model(row[None, :end]), 2)[0, -1] for end in range(1, len(row))]
+        sums.append(sum(p[n].log() for p, n in zip(chances, row[1:], strict=True)))
+    return torch.stack(sums)
+
+
+def test_log_likelihood_is_the_sum_over_the_characters(model):
+    rows = torch.randint(7, (5, 6))
+    with torch.no_grad():
+        found = model.log_likelihood(rows)
+        torch.testing.assert_close(found, by_hand(model, rows), rtol=0, atol=1e-10)
+    assert found.shape == (5,) and len(set(found.tolist())) == 5
+
+
+def test_two_ranks_score_each_of_five_rows_once_and_in_order(model):
+    rows = torch.randint(7, (5, 6))
+
+    def scored():
+        handler = Handler(model, torch.optim.SGD(model.parameters()), F.cross_entropy)
+        return handler.log_likelihood(rows, batch_size=2), handler.sample("bad", 4)
+
+    (scores, text), nothing = run_ranks(scored)
+    with torch.no_grad():
+        torch.testing.assert_close(scores, by_hand(model, rows), rtol=0, atol=1e-10)
+    assert text == model.sample("bad", 4) and nothing == (None, None)
+
+
+def test_a_model_is_not_loaded_into_one_of_other_settings(model, script):
+    other = script.GPT(**(model.settings | {"n_head": 4}))  # all shapes are the same
+    with pytest.raises(ValueError, match=r"model with the n_head 2, not 4: give the same flags"):
+        other.load_state_dict(model.state_dict())
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--n-embd", "30", "--n-head", "4"], "--n-embd 30 does not divide by --n-head 4"),
+        (["--n-layer", "0"], "--n-layer must be above 0 and finite, not 0"),
+        (["--n-layer", "two"], "argument --n-layer: invalid int value: 'two'"),
+        (["--nproc", "0"], "--nproc must be above 0 and finite, not 0"),
+        (["--lr", "nan"], "--lr must be above 0 and finite, not nan"),
+        (["--block-size", "10000000"], "--block-size must be below "),
+        (["--batch-size", "4000", "--nproc", "3"], "--batch-size 4000 on 3 ranks: the text has "),
+        (["--prompt", "日 本"], "--prompt has '日本', which the text has not: "),
+        (["--prompt", ""], "--prompt has no character: "),
+    ],
+)
+def test_a_mistake_is_one_line(flags, text, script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags])
+    with pytest.raises(SystemExit) as ended:
+        script.parse_args()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and text in said and len(said.splitlines()) == 1
+
+
+def test_the_warm_up_and_the_end_of_the_rate(script):
+    rates = [script.rate(step, 100) for step in range(101)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5:] == sorted(rates[5:], reverse=True) and rates[100] == pytest.approx(0.1)
+    assert script.rate(200, 100) == pytest.approx(0.1)  # with fewer epochs than were done
+    assert 0 < script.rate(0, 1) <= 1
