@@ -14,21 +14,25 @@ def slurm(command: str, *, folder: Path) -> str:
 
     Returns "", and says why in one line, where it does not answer.
     """
-    name = os.environ.get("LOCAL_CLUSTER", "ddp")
-    config = os.environ.get("SLURM_CONF", f"/run/local-cluster-{name}/slurm.conf")
-    if not _answers(config):
+    if not has_cluster():
         print(NO_CLUSTER)
         return ""
-    os.environ["SLURM_CONF"] = config
+    os.environ["SLURM_CONF"] = _config()
     return shell(command, folder=folder)
 
 
-def _answers(config: str) -> bool:
-    if not Path(config).exists():
+def has_cluster() -> bool:
+    """Say whether the cluster of SLURM_CONF, else of `make slurm-up`, answers."""
+    if not Path(_config()).exists():
         return False
-    environment = os.environ | {"SLURM_CONF": config}
+    environment = os.environ | {"SLURM_CONF": _config()}
     try:
         asked = subprocess.run(["sinfo"], env=environment, capture_output=True, timeout=5)
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return False
     return asked.returncode == 0
+
+
+def _config() -> str:
+    name = os.environ.get("LOCAL_CLUSTER", "ddp")
+    return os.environ.get("SLURM_CONF", f"/run/local-cluster-{name}/slurm.conf")
