@@ -19,15 +19,19 @@ def gap_between_ranks(model: nn.Module) -> float:
     return (highest - lowest).max().item()
 
 
-def draw_drift(gaps: Mapping[str, Sequence[float]]) -> "Figure":
-    """Draw, for each way of training, the gap at the start and after every step."""
+def draw_drift(gaps: Mapping[str, Sequence[float]], title: str = "", first: int = 0) -> "Figure":
+    """Draw, for each way of training, the gap after each step; `title` is the legend's.
+
+    `first` is the number of the first step; 0: the gaps begin with the one before any step.
+    """
     import matplotlib.pyplot as plt  # here, as ranks import this module too
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     styles = zip(("o", "s", "^", "D"), ("-", "--", "-.", ":"), strict=True)
     for (name, values), (marker, line) in zip(gaps.items(), styles, strict=False):
-        axes.plot(values, marker=marker, linestyle=line, markersize=4, label=name)
+        steps = range(first, first + len(values))
+        axes.plot(steps, values, marker=marker, linestyle=line, markersize=4, label=name)
     axes.set(xlabel="optimizer steps", ylabel="largest difference\nof a weight between ranks")
     axes.set_ylim(bottom=-0.01)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title=title)
     return figure
