@@ -1,0 +1,24 @@
+"""A small GPT, alike on all ranks, and a batch of each rank's own."""
+
+import string
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ddp_ref import initialize_ddp
+
+
+def start(make: Callable[..., nn.Module], n_embd: int = 32) -> tuple[nn.Module, Tensor]:
+    """Open the group; return a model of four blocks and a batch of characters, (8, 33).
+
+    Odd ranks see only five different characters, so that the gradients of the ranks differ much.
+    """
+    rank = initialize_ddp().rank
+    torch.set_num_threads(1)  # sums in one order
+    torch.manual_seed(0)
+    model = make(string.printable, n_layer=4, n_head=2, n_embd=n_embd, block_size=32)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.1)  # in a new one the blocks have no effect
+    torch.manual_seed(rank)
+    return model, torch.randint(5 if rank % 2 else len(string.printable), (8, 33))
