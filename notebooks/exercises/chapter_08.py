@@ -18,12 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 WAIT = timedelta(seconds=5)  # far above what a healthy collective takes here
 BATCHES = [3, 5]  # of each rank
+RATE = 0.01
+MOVED = 15.0  # batch n has the gradient n for each weight: the means of both ranks are 1 to 5
 
 
 class Epoch(NamedTuple):
     """What `train_epoch` did on a rank; `weight` is None where a collective found no partner."""
 
     weight: Tensor | None
+    moved: float = 0.0  # by the weight, over the learning rate
     returned: object = None
     drawn: int = 0
 
@@ -47,8 +50,8 @@ def observe_train_epoch(train_epoch: Callable[..., Any]) -> Epoch:
     torch.manual_seed(0)
     _open_group()
     model = DistributedDataParallel(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    batches = Counted(BATCHES[dist.get_rank()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    batches, start = Counted(BATCHES[dist.get_rank()]), model.module.weight.detach().clone()
     try:
         returned = train_epoch(model, optimizer, batches)
         dist.barrier()  # what a job does next, whatever it is
@@ -56,7 +59,8 @@ def observe_train_epoch(train_epoch: Callable[..., Any]) -> Epoch:
         if not _found_no_partner(error):
             raise
         return Epoch(None)
-    return Epoch(model.module.weight.detach(), returned, batches.drawn)
+    weight = model.module.weight.detach()
+    return Epoch(weight, ((start - weight) / RATE).mean().item(), returned, batches.drawn)
 
 
 def judge_train_epoch(seen: list[Epoch]) -> str | None:
@@ -68,6 +72,9 @@ def judge_train_epoch(seen: list[Epoch]) -> str | None:
         return f"the ranks have {BATCHES} batches, and took {drawn} of them"
     if not torch.equal(*weights):
         return "every batch is used, but the ranks end with different weights"
+    moved = seen[0].moved
+    if abs(moved - MOVED) > 0.1:
+        return f"the mean gradients add up to {MOVED}, the steps taken to {moved:.1f}"
     returned = [epoch.returned for epoch in seen]
     if returned != BATCHES:
         return f"the ranks trained on {BATCHES} batches, and return {returned}"

@@ -16,7 +16,7 @@ from ddp_ref import run_ranks
 from .swimlane import Event, Lane
 
 WAIT = timedelta(seconds=3)  # how long a rank waits in a collective, once all ranks have met
-LIMIT = timedelta(minutes=1)
+LIMIT = timedelta(minutes=2)  # for a whole job
 
 Train = Callable[[int, DistributedDataParallel, Lane], Any]
 
@@ -62,7 +62,7 @@ def train_step(model: nn.Module, lane: Lane, label: str) -> None:
 
 
 def save_and_meet(lane: Lane) -> None:
-    """End a job: rank by rank some work, then a barrier."""
+    """End a job: some work, then a barrier."""
     with lane("work", "saves"):
         time.sleep(1.5)
     with lane("wait", "barrier"):

@@ -2,15 +2,16 @@
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-WARM_UP, STEPS, BATCH = 5, 25, 64
+STEPS, BATCH = 60, 64
 WAYS = [  # how to use the cores, with the color and the hatch of its bars
     ("1 process, all cores", "tab:blue", ""),
     ("2 ranks, half the cores each", "tab:orange", "//"),
@@ -34,33 +35,37 @@ class Items(Dataset[int]):
 
 
 def samples_per_second(model: nn.Module, width: int, threads: int) -> float:
-    """Return how many samples of `width` numbers a second this process trains `model` on."""
+    """Return how many samples of `width` numbers a second this process trains on, at best."""
     torch.set_num_threads(threads)
     inputs = torch.rand(BATCH, width)  # (batch, features)
-    for step in range(WARM_UP + STEPS):
-        if step == WARM_UP:
-            begin = time.perf_counter()
+    times = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
         model.zero_grad()
         model(inputs).square().mean().backward()
-    return STEPS * BATCH / (time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
+    return BATCH / min(times)  # what other programs do at the same time only adds to a step
 
 
-def items_per_second(loader: Iterable[torch.Tensor]) -> tuple[float, set[int]]:
-    """Return how many items a second come, from the loader's start on, and who made them."""
-    begin = time.perf_counter()
-    items = torch.cat(list(loader))
+def items_per_second(work: int, num_workers: int) -> tuple[float, set[int]]:
+    """Return how many items a second a new loader gives, from its start on, and who made them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of too many workers: it counts one rank's
+        loader = DataLoader(Items(work), batch_size=8, num_workers=num_workers)
+        begin = time.perf_counter()
+        items = torch.cat(list(loader))
     return len(items) / (time.perf_counter() - begin), set(items.tolist())
 
 
 def draw_slowness(
     training: Mapping[str, Sequence[float]],
-    loading: Mapping[str, Sequence[float]],
+    loading: Mapping[str, Sequence[tuple[float, object]]],
     workers: Sequence[int],
 ) -> Figure:
     """Draw training speeds (model -> samples/s for each of WAYS) beside loading speeds.
 
-    Training is drawn relative to the first way of each model, loading (kind of item -> items/s for
-    each of `workers`) relative to its first value.
+    Training is drawn relative to the first way of each model, loading (kind of item -> what
+    `items_per_second` gave for each of `workers`) relative to its first value.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     width = 0.8 / len(WAYS)
@@ -74,7 +79,7 @@ def draw_slowness(
     left.margins(y=0.35)  # room for the legend
     left.legend(fontsize=8, frameon=False, loc="upper left")
     for (kind, speeds), marker in zip(loading.items(), "os", strict=True):
-        ratios = [speed / speeds[0] for speed in speeds]
+        ratios = [speed / speeds[0][0] for speed, _ in speeds]
         right.plot(range(len(workers)), ratios, marker=marker, label=kind)
     right.axhline(1, color="gray", linewidth=0.8, linestyle=":")
     right.set_xticks(range(len(workers)), [str(number) for number in workers])

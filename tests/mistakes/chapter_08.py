@@ -30,8 +30,13 @@ def trains_apart(model, optimizer, batches):
     return len(batches)
 
 
-def returns_nothing(model, optimizer, batches):
+def halves_the_last(model, optimizer, batches):
     with model.join():
+        return trains_as_if_even(model, optimizer, batches)
+
+
+def returns_nothing(model, optimizer, batches):
+    with model.join(divide_by_initial_world_size=False):
         trains_as_if_even(model, optimizer, batches)
 
 
@@ -64,6 +69,7 @@ MISTAKES = {
         (trains_as_if_even, "waits for a rank that has none left"),
         (stops_with_the_shortest, "took [3, 3] of them"),
         (trains_apart, "different weights"),
+        (halves_the_last, "add up to 15.0, the steps taken to 10.5"),
         (returns_nothing, "return [None, None]"),
     ],
     "first_on_rank_0": [
