@@ -27,6 +27,11 @@ def test_files_named_exist():
     assert [path for path in paths if not path.exists()] == []
 
 
+def test_every_notebook_is_named():
+    notebooks = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    assert notebooks == set(re.findall(r"\]\((notebooks/[^)]+)\)", README))
+
+
 def test_make_targets_exist(tmp_path):
     targets = set(re.findall(r"\bmake ([a-z]+(?:-[a-z]+)*)", README))
     assert {"run-multigpu", "test", "run-torchrun", "setup"} <= targets

@@ -1,0 +1,51 @@
+"""Chapter 02: all ranks start from the state of rank 0."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lesson import Exercise
+from torch import nn
+
+from ddp_ref import cleanup_ddp, initialize_ddp
+
+State = dict[str, torch.Tensor]
+
+
+def observe_start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
+    """Return the state of a model, other on each rank, before and after the reader's function."""
+    initialize_ddp()
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    for _ in range(dist.get_rank() + 1):
+        model(torch.rand(8, 3))  # moves the running mean and counts the batch
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    after_all = dist.new_group()  # a group of its own: what was sent in the other is no answer here
+    start_alike(model)
+    dist.barrier(after_all)  # who calls too few collectives stays, and the others are seen to wait
+    after = dict(model.state_dict())
+    cleanup_ddp()
+    return before, after
+
+
+def judge_start(seen: list[tuple[State, State]]) -> str | None:
+    (wanted, first), (_, other) = seen
+    weights = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    buffers = [name for name in wanted if name not in weights]
+
+    def differ(one: State, names: list[str]) -> bool:
+        return not all(torch.equal(one[name], other[name]) for name in names)
+
+    if differ(first, weights):
+        return "the parameters still differ between the ranks"
+    if differ(wanted, weights):
+        return "the ranks agree on the parameters, but these are not the ones that rank 0 had"
+    if differ(first, buffers):
+        return "the buffers, such as BatchNorm's running mean, still differ between the ranks"
+    if differ(wanted, buffers):
+        return "the ranks agree on the buffers, but these are not the ones that rank 0 had"
+    return None
+
+
+EXERCISES = {"start_alike": Exercise(observe_start, judge_start, timeout=30)}

@@ -1,0 +1,42 @@
+"""Several nodes: which device a rank takes."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lesson import Exercise
+
+# (rank, local rank, how many devices the rank sees) of the ranks on node 0 and on node 1
+LAYOUTS = {
+    "two ranks a node": [[(0, 0, 2), (1, 1, 2)], [(2, 0, 2), (3, 1, 2)]],
+    "--distribution=cyclic": [[(0, 0, 2), (2, 1, 2)], [(1, 0, 2), (3, 1, 2)]],
+    "--gpus-per-task=1": [[(0, 0, 1), (1, 1, 1)], [(2, 0, 1), (3, 1, 1)]],
+}
+
+
+def observe(device_index: Callable[[int, int, int], Any]) -> list[list[Any]]:
+    """Take the part of one node: return the indices of its ranks, in each layout."""
+    node = int(os.environ["RANK"])
+    return [[device_index(*seat) for seat in nodes[node]] for nodes in LAYOUTS.values()]
+
+
+def judge(seen: list[list[list[Any]]]) -> str | None:
+    for number, (layout, nodes) in enumerate(LAYOUTS.items()):
+        for node, seats in enumerate(nodes):
+            if hint := _wrong(seats, seen[node][number]):
+                return f"{layout}: {hint}"
+    return None
+
+
+def _wrong(seats: list[tuple[int, int, int]], indices: list[Any]) -> str | None:
+    for (rank, local_rank, visible), index in zip(seats, indices, strict=True):
+        if type(index) is not int or not 0 <= index < visible:
+            who = f"rank {rank}, local rank {local_rank},"
+            return f"{who} takes index {index!r}, but sees {visible} device{'s' * (visible > 1)}"
+    (first, _, visible), (second, _, _) = seats
+    if visible > 1 and indices[0] == indices[1]:
+        return f"ranks {first} and {second} are on one node and share device {indices[0]}"
+    return None
+
+
+EXERCISES = {"device_index": Exercise(observe, judge)}

@@ -1,0 +1,61 @@
+"""Seeing DDP: gradients divided into buckets."""
+
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from lesson import Exercise
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddp_ref import initialize_ddp
+
+SIZES = (64, 64, 192, 64, 8)
+CAP = 20_000  # bytes
+DEFAULT_GROUP: Any = None  # allreduce_hook takes it, but does not say so in its types
+
+
+def _log_and_reduce(log, bucket):
+    log.append([parameter.nbytes for parameter in bucket.parameters()])
+    return allreduce_hook(DEFAULT_GROUP, bucket)
+
+
+def _buckets(assign_buckets):
+    """Return the function's buckets and those of DDP, for the same parameters."""
+    initialize_ddp()
+    layers = [nn.Linear(inputs, outputs) for inputs, outputs in pairwise(SIZES)]
+    model = DDP(nn.Sequential(*layers), bucket_cap_mb=CAP / 2**20)
+    log: list[list[int]] = []
+    model.register_comm_hook(log, _log_and_reduce)
+    for _ in range(2):  # the second step has the final buckets
+        log.clear()
+        model(torch.ones(2, SIZES[0])).sum().backward()
+    sizes = [size for bucket in log for size in bucket]  # in the order in which they came
+    return sizes, log, assign_buckets(list(sizes), CAP)
+
+
+def _judge_buckets(seen):
+    sizes, log, answer = seen[0]
+    numbers = iter(range(len(sizes)))
+    want = [[next(numbers) for _ in bucket] for bucket in log]
+    try:
+        got = [list(bucket) for bucket in answer]
+    except TypeError:
+        return f"it returned {type(answer).__name__}, not a list of lists"
+    flat = list(chain(*got))
+    if got == want:
+        return None
+    if sorted(flat) != list(range(len(sizes))):
+        return f"of {len(sizes)} gradients, {len(set(flat) & set(range(len(sizes))))} have a bucket"
+    if flat != list(range(len(sizes))):
+        return "a gradient that is ready first is not in the first bucket"
+    if [] in got:
+        return "a bucket is empty"
+    totals = [sum(sizes[number] for number in bucket) for bucket in got]
+    if all(total <= CAP or len(bucket) == 1 for total, bucket in zip(totals, got, strict=True)):
+        return f"buckets end before they reach {CAP} bytes: {len(got)} of them, not {len(want)}"
+    return f"DDP made {len(want)} buckets of these gradients, and you {len(got)}"
+
+
+EXERCISES = {"assign_buckets": Exercise(_buckets, _judge_buckets)}

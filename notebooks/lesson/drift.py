@@ -1,0 +1,37 @@
+"""How far the weights of the ranks are apart: measured on the ranks, drawn over the steps."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def gap_between_ranks(model: nn.Module) -> float:
+    """Return the largest difference of a weight between two ranks. Collective: all call it."""
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    highest, lowest = weights.clone(), weights.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    return (highest - lowest).max().item()
+
+
+def draw_drift(gaps: Mapping[str, Sequence[float]], title: str = "", first: int = 0) -> "Figure":
+    """Draw, for each way of training, the gap after each step; `title` is the legend's.
+
+    `first` is the number of the first step; 0: the gaps begin with the one before any step.
+    """
+    import matplotlib.pyplot as plt  # here, as ranks import this module too
+
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    styles = zip(("o", "s", "^", "D"), ("-", "--", "-.", ":"), strict=True)
+    for (name, values), (marker, line) in zip(gaps.items(), styles, strict=False):
+        steps = range(first, first + len(values))
+        axes.plot(steps, values, marker=marker, linestyle=line, markersize=4, label=name)
+    axes.set(xlabel="optimizer steps", ylabel="largest difference\nof a weight between ranks")
+    axes.set_ylim(bottom=-0.01)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title=title)
+    return figure

@@ -1,0 +1,64 @@
+"""How fast ranks train together, beside two ideals."""
+
+import os
+from collections.abc import Callable
+from time import perf_counter
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+def measure_scaling(
+    make_model: Callable[[], nn.Module], sizes: list[int]
+) -> tuple[dict[int, float], float, float]:
+    """Return samples a second by ranks, of one thread without DDP, and of all cores.
+
+    The best of 5 rounds, as other programs only ever slow a run down. A rank has only the sizes in
+    which it takes part. Collective: all ranks call it.
+    """
+    dist.init_process_group("gloo")
+    rank, cores = dist.get_rank(), os.cpu_count() or 1
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}  # all ranks make all
+    models = {n: DDP(make_model(), process_group=g) for n, g in groups.items() if rank < n}
+    speed, one, whole = dict.fromkeys(models, 0.0), 0.0, 0.0
+    for _ in range(5):
+        for size, model in models.items():
+            dist.barrier(groups[size])
+            speed[size] = max(speed[size], size * _samples_per_second(model, threads=1))
+        dist.barrier()
+        if rank == 0:  # the others wait at the next barrier
+            one = max(one, _samples_per_second(make_model(), threads=1))
+            whole = max(whole, _samples_per_second(make_model(), threads=cores))
+        dist.barrier()
+    return speed, one, whole
+
+
+def _samples_per_second(model: nn.Module, threads: int) -> float:
+    """Return how many samples one rank trains on in a second, with 64 a step."""
+    torch.set_num_threads(threads)
+    inputs = torch.randn(64, 1024)
+    for steps in (2, 4):  # the first time it allocates, and DDP arranges its buckets
+        start = perf_counter()
+        for _ in range(steps):
+            model.zero_grad()
+            model(inputs).sum().backward()
+    return steps * len(inputs) / (perf_counter() - start)
+
+
+def draw_scaling(measured: dict[int, float], one_thread: float, all_cores: float) -> Figure:
+    """Draw samples a second by ranks, and the ideals: copies of one thread, and the machine."""
+    figure, axes = plt.subplots(figsize=(7, 3.4))
+    ranks = list(measured)
+    ideal = [one_thread * n for n in ranks]
+    axes.plot(ranks, ideal, "k--", label="ideal 1: as many times one thread")
+    axes.axhline(all_cores, color="C7", linestyle=":", label="ideal 2: one process, all cores")
+    axes.plot(ranks, list(measured.values()), "C1o-", label="measured: DDP, a thread a rank")
+    axes.set(xlabel="ranks", ylabel="samples a second", xticks=ranks, ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    return figure

@@ -1,0 +1,41 @@
+"""Wrong answers to the exercises of chapter 03, and words of the hint that each deserves."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+def mean_of_means(outputs, targets):
+    return F.cross_entropy(outputs, targets)
+
+
+def without_world_size(outputs, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return F.cross_entropy(outputs, targets, reduction="sum") / count
+
+
+def summed(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+def counting_padding(outputs, targets):
+    count = torch.tensor(len(targets))
+    dist.all_reduce(count)
+    total = F.cross_entropy(outputs, targets, reduction="sum")
+    return total * dist.get_world_size() / count
+
+
+def detached(outputs, targets):
+    return mean_of_means(outputs, targets).item()
+
+
+MISTAKES = {
+    "global_mean_loss": [
+        (mean_of_means, "mean weighs alike"),
+        (without_world_size, "is half of what it should be"),
+        (summed, "half the gradient of a sum"),
+        (counting_padding, "targets of -100 were counted"),
+        (detached, "no loss that backward can start from"),
+    ],
+}

@@ -1,0 +1,38 @@
+"""What readers write for chapter 04, and words of the hint that they get."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+
+def in_place(state, path):
+    torch.save(state, path)
+
+
+def copied(state, path):
+    temporary = Path(f"{path}.tmp")
+    torch.save(state, temporary)
+    shutil.copyfile(temporary, path)
+    temporary.unlink()
+
+
+def never_renamed(state, path):
+    torch.save(state, Path(f"{path}.tmp"))
+
+
+def with_the_old_one_kept(state, path):
+    temporary, backup = Path(f"{path}.tmp"), Path(f"{path}.bak")
+    torch.save(state, temporary)
+    shutil.copyfile(path, backup)
+    temporary.replace(path)
+
+
+MISTAKES = {
+    "save": [
+        (in_place, "killed in the middle of a save"),
+        (copied, "the bytes of the old file are written over"),
+        (never_renamed, "does not find the new state"),
+        (with_the_old_one_kept, "the folder holds more than the snapshot"),
+    ]
+}

@@ -1,0 +1,51 @@
+"""Wrong answers to the exercises of chapter 06, and words of the hint that each deserves."""
+
+
+def never_above_the_cap(sizes, cap):
+    buckets, total = [[]], 0
+    for number, size in enumerate(sizes):
+        if buckets[-1] and total + size > cap:
+            buckets.append([])
+            total = 0
+        buckets[-1].append(number)
+        total += size
+    return buckets
+
+
+def without_the_rest(sizes, cap):
+    buckets, bucket = [], []
+    for number in range(len(sizes)):
+        bucket.append(number)
+        if sum(sizes[n] for n in bucket) >= cap:
+            buckets.append(bucket)
+            bucket = []
+    return buckets
+
+
+def from_the_last(sizes, cap):
+    count = len(sizes)
+    return [[count - 1 - n for n in bucket] for bucket in never_above_the_cap(sizes[::-1], cap)]
+
+
+def empty_at_the_end(sizes, cap):
+    buckets = [[]]
+    for number in range(len(sizes)):
+        buckets[-1].append(number)
+        if sum(sizes[n] for n in buckets[-1]) >= cap:
+            buckets.append([])
+    return [*buckets, []]
+
+
+def one_each(sizes, cap):
+    return len(sizes)
+
+
+MISTAKES = {
+    "assign_buckets": [
+        (never_above_the_cap, "buckets end before they reach"),
+        (without_the_rest, "have a bucket"),
+        (from_the_last, "ready first is not in the first bucket"),
+        (empty_at_the_end, "a bucket is empty"),
+        (one_each, "not a list of lists"),
+    ],
+}
