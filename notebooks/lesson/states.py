@@ -51,7 +51,7 @@ def train_and_measure(
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     kinds = {
         "parameters": net.parameters(),
-        "gradients": [weight.grad for weight in net.parameters()],
+        "gradients": [w.grad for w in net.parameters() if w.grad is not None],
         "buckets": buckets.values(),
         "Adam's state": [tensor for state in inner.state.values() for tensor in state.values()],
     }
@@ -65,7 +65,7 @@ def _keep_and_reduce(buckets: dict[int, Tensor], bucket: dist.GradBucket) -> Fut
     return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: the default group
 
 
-def _local(tensor: Tensor | None) -> Tensor:
+def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -108,6 +108,6 @@ MISTAKES = {
         (reduces_no_part, "never reduced"),
         (sums_the_parts, "a sum over the parts"),
         (clips_nothing, "nothing was clipped"),
-        (forgets_update, "has already been called"),
+        (forgets_update, "called after step()"),
     ],
 }
