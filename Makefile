@@ -63,7 +63,7 @@ test: $(READY)  ## run all tests: real processes, no root needed, at most 10 min
 test-full: $(READY)  ## run the long crosses as well
 	$(BIN)/python -m pytest -m 'not slurm and not exercises' $(ARGS)
 
-test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints
+test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints; 05 after slurm-up
 	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=180 --nbval-sanitize-with=notebooks/sanitize.cfg \
 		-p no:randomly --dist=loadfile notebooks $(ARGS)
 	$(BIN)/python -m pytest -m exercises $(ARGS)

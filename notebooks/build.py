@@ -32,6 +32,7 @@ def build(source: Path) -> None:
     notebook.metadata["language_info"] = {"name": "python"}  # not the version of this Python
     nbformat.validate(notebook)
     nbformat.write(notebook, source.with_suffix(".ipynb"))
+    source.touch()  # JupyterLab opens a pair only if its source is not the older one
 
 
 def main() -> None:

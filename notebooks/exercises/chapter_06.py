@@ -13,6 +13,7 @@ from ddp_ref import initialize_ddp
 
 SIZES = (64, 64, 192, 64, 8)
 CAP = 20_000  # bytes
+SMALL = [4, 6, 2, 8, 1, 1, 1], 10  # none reaches the cap alone, and the first two are just 10
 DEFAULT_GROUP: Any = None  # allreduce_hook takes it, but does not say so in its types
 
 
@@ -32,11 +33,13 @@ def _buckets(assign_buckets):
         log.clear()
         model(torch.ones(2, SIZES[0])).sum().backward()
     sizes = [size for bucket in log for size in bucket]  # in the order in which they came
-    return sizes, log, assign_buckets(list(sizes), CAP)
+    sizes_of_small, cap = SMALL
+    small = assign_buckets(list(sizes_of_small), cap)
+    return sizes, log, assign_buckets(list(sizes), CAP), small
 
 
 def _judge_buckets(seen):
-    sizes, log, answer = seen[0]
+    sizes, log, answer, small = seen[0]
     numbers = iter(range(len(sizes)))
     want = [[next(numbers) for _ in bucket] for bucket in log]
     try:
@@ -45,7 +48,8 @@ def _judge_buckets(seen):
         return f"it returned {type(answer).__name__}, not a list of lists"
     flat = list(chain(*got))
     if got == want:
-        return None
+        right = [list(bucket) for bucket in small] == [[0, 1], [2, 3], [4, 5, 6]]
+        return None if right else f"of the sizes {SMALL[0]}, with a cap of 10, you made {small}"
     if sorted(flat) != list(range(len(sizes))):
         return f"of {len(sizes)} gradients, {len(set(flat) & set(range(len(sizes))))} have a bucket"
     if flat != list(range(len(sizes))):

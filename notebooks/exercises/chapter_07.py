@@ -28,23 +28,25 @@ def observe_shard(shard: Callable[..., Any]) -> dict[int, list[int]]:
     """Return what this rank draws from a stream of 13 items, by the number of its workers."""
     info = initialize_ddp(LIMIT)
     stream = _Stream(shard, info.rank, info.world_size)
-    seen = {0: list(DataLoader(stream, batch_size=None))}
-    seen[2] = list(
-        DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")
-    )
+    seen = {0: list(DataLoader(stream, None))}
+    for workers in (2, 3):
+        loader = DataLoader(stream, None, num_workers=workers, multiprocessing_context="fork")
+        seen[workers] = list(loader)
     return seen
 
 
 def judge_shard(ranks: list[dict[int, list[int]]]) -> str | None:
     """Find items that are drawn more often than once, or never."""
-    alone, shared = (Counter(item for r in ranks for item in r[n]) for n in (0, 2))
-    if max(shared.values()) == 4:
+    counts = {n: Counter(item for rank in ranks for item in rank[n]) for n in ranks[0]}
+    most = {n: max(drawn.values(), default=0) for n, drawn in counts.items()}
+    if most[2] == 4:
         return "every worker of every rank yields the whole stream"
-    if max(alone.values()) > 1:
+    if most[0] > 1:
         return "both ranks yield the same items: the rank makes no difference"
-    if max(shared.values()) > 1:
-        return "the two workers of a rank yield the same items"
-    for workers, drawn in ((0, alone), (2, shared)):
+    for workers in (2, 3):
+        if most[workers] > 1:
+            return f"with {workers} workers, two of a rank yield the same items"
+    for workers, drawn in counts.items():
         if missing := [item for item in range(ITEMS) if item not in drawn]:
             return f"with {workers} workers a rank, nobody yields the items {missing}"
     return None
@@ -54,7 +56,7 @@ def observe_replicas_equal(replicas_equal: Callable[..., Any]) -> dict[str, tupl
     """Return, for each way in which replicas may differ, the answer and whether a weight moved."""
     rank = initialize_ddp(LIMIT).rank
     seen = {}
-    for case in ("none", "last", "small", "swapped"):
+    for case in ("none", "last", "second", "small", "swapped"):
         model = _model()
         if rank == 1:
             _change(model, case)
@@ -77,6 +79,7 @@ def judge_replicas_equal(ranks: list[dict[str, tuple[bool, bool]]]) -> str | Non
         return "equal replicas are reported as different"
     unseen = {
         "last": "a difference in the last parameter is not seen",
+        "second": "a difference in the second of four parameters is not seen",
         "swapped": "two values that changed places are not seen",
         "small": "a difference in the seventh digit is not seen: drift begins small",
     }
@@ -90,9 +93,11 @@ def _model() -> nn.Module:
 
 @torch.no_grad()
 def _change(model: nn.Module, case: str) -> None:
-    first, last = next(model.parameters()), list(model.parameters())[-1]
+    first, second, _, last = model.parameters()
     if case == "last":
         last.add_(1.0)
+    elif case == "second":
+        second.add_(1.0)
     elif case == "small":
         first[0, 0].mul_(1 + 2.0**-22)  # two units in the last place of a float32
     elif case == "swapped":

@@ -1,18 +1,25 @@
 """Commands as a reader would type them in the project's root, with a deadline."""
 
+import atexit
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+MARK = "DDP_NOTEBOOK_COMMAND"  # what a command starts inherits it, whatever session it moves to
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def scratch_folder() -> Path:
-    """Make a folder that looks like the project's root; what scripts write lands there."""
+    """Make a folder that looks like the project's root; it goes when the kernel ends."""
     folder = Path(tempfile.mkdtemp(prefix="ddp-notebook-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     (folder / "scripts").symlink_to(ROOT / "scripts")
     return folder
 
@@ -24,20 +31,20 @@ def shell(command: str, *, folder: Path | None = None, timeout: float = 120) -> 
     is printed. Past `timeout` seconds it is killed with all that it started: TimeoutError.
     """
     print(f"$ {command}", flush=True)
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         ["bash", "-c", command],
         cwd=folder or scratch_folder(),
-        env=_environment(),
+        env=_environment() | {MARK: mark},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
     try:
         text, _ = process.communicate(timeout=timeout)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
+        _kill_all(mark)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise TimeoutError(f"no end within {timeout} s: {command}") from None
@@ -46,6 +53,21 @@ def shell(command: str, *, folder: Path | None = None, timeout: float = 120) -> 
     if process.returncode:
         print(f"exit code {process.returncode}")
     return text
+
+
+def _kill_all(mark: str) -> None:
+    """Kill every process that has inherited `mark`; torchrun's ranks have a session each."""
+    while found := [process for process in psutil.process_iter() if _is_marked(process, mark)]:
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _is_marked(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != "zombie" and process.environ().get(MARK) == mark
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
 
 
 def _environment() -> dict[str, str]:

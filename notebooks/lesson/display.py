@@ -27,4 +27,4 @@ def show_figure(figure: "Figure", *, alt: str, look: str) -> None:
         metadata={"image/png": {"alt": alt}},
         raw=True,
     )
-    print(f"Look for: {look}")
+    display({"text/plain": f"Look for: {look}"}, raw=True)  # printed, it would come above it

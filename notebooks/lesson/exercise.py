@@ -58,7 +58,10 @@ class Exercise:
             return f"hint: no end within {self.timeout} s: a rank waits for what never comes"
         except Exception as error:  # noqa: BLE001 - whatever the reader's code raises is the answer
             return f"hint: your function raised {type(error).__name__}: {_first_line(error)}"
-        hint = self.judge(seen)
+        try:
+            hint = self.judge(seen)
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            hint = f"what came back is not of the kind that was asked for: {_first_line(error)}"
         return RIGHT if hint is None else f"hint: {hint}"
 
 

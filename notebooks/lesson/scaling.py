@@ -1,6 +1,5 @@
 """How fast ranks train together, beside two ideals."""
 
-import os
 from collections.abc import Callable
 from time import perf_counter
 
@@ -10,6 +9,8 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddp_ref.environment import available_cores
 
 
 def measure_scaling(
@@ -21,7 +22,7 @@ def measure_scaling(
     which it takes part. Collective: all ranks call it.
     """
     dist.init_process_group("gloo")
-    rank, cores = dist.get_rank(), os.cpu_count() or 1
+    rank, cores, plain = dist.get_rank(), available_cores(), make_model()
     groups = {size: dist.new_group(list(range(size))) for size in sizes}  # all ranks make all
     models = {n: DDP(make_model(), process_group=g) for n, g in groups.items() if rank < n}
     speed, one, whole = dict.fromkeys(models, 0.0), 0.0, 0.0
@@ -31,8 +32,8 @@ def measure_scaling(
             speed[size] = max(speed[size], size * _samples_per_second(model, threads=1))
         dist.barrier()
         if rank == 0:  # the others wait at the next barrier
-            one = max(one, _samples_per_second(make_model(), threads=1))
-            whole = max(whole, _samples_per_second(make_model(), threads=cores))
+            one = max(one, _samples_per_second(plain, threads=1))
+            whole = max(whole, _samples_per_second(plain, threads=cores))
         dist.barrier()
     return speed, one, whole
 

@@ -36,6 +36,16 @@ def empty_at_the_end(sizes, cap):
     return [*buckets, []]
 
 
+def alone_only(sizes, cap):
+    buckets, full = [], True
+    for number, size in enumerate(sizes):
+        if full:
+            buckets.append([])
+        buckets[-1].append(number)
+        full = size >= cap
+    return buckets
+
+
 def one_each(sizes, cap):
     return len(sizes)
 
@@ -46,6 +56,7 @@ MISTAKES = {
         (without_the_rest, "have a bucket"),
         (from_the_last, "ready first is not in the first bucket"),
         (empty_at_the_end, "a bucket is empty"),
+        (alone_only, "with a cap of 10, you made"),
         (one_each, "not a list of lists"),
     ],
 }

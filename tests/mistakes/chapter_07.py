@@ -29,6 +29,16 @@ def shard_cut_even(stream, rank, world_size):
     yield from islice(stream, start, start + size)
 
 
+def shard_of_nothing(stream, rank, world_size):
+    yield from ()
+
+
+def shard_for_two_workers(stream, rank, world_size):
+    info = get_worker_info()
+    worker, workers = (info.id, 2) if info else (0, 1)
+    yield from islice(stream, rank * workers + worker, None, world_size * workers)
+
+
 def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -72,9 +82,11 @@ def equal_by_force(model):
 MISTAKES = {
     "shard": [
         (whole_stream, "every worker of every rank yields the whole stream"),
-        (shard_by_rank, "two workers of a rank yield the same items"),
+        (shard_by_rank, "with 2 workers, two of a rank yield the same items"),
+        (shard_of_nothing, "with 0 workers a rank, nobody yields the items [0, 1, 2, 3"),
+        (shard_for_two_workers, "with 3 workers, two of a rank yield the same items"),
         (shard_by_worker, "the rank makes no difference"),
-        (shard_cut_even, "nobody yields the items"),
+        (shard_cut_even, "with 0 workers a rank, nobody yields the items [12]"),
     ],
     "replicas_equal": [
         (own_verdict, "the ranks disagree"),
