@@ -18,8 +18,8 @@ from lesson.sources import changed_lines, find_hunks  # noqa: E402 - it lies bes
 SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.md"))
 NAMES = [source.stem for source in SOURCES]
 LONG = {"07", "08"}  # the collections of failures
-# Cells whose output is not compared, and why nothing else helps.
-IGNORED: dict[str, int] = {}
+# Cells whose output is not compared: what py-spy says, if it is there; text that a model wrote.
+IGNORED = {"08": 1, "10": 1}
 DIFFS = {
     "02": ("single_gpu.py", "multigpu_spawn.py"),
     "04": ("multigpu_spawn.py", "multigpu_torchrun.py"),
@@ -86,7 +86,7 @@ def test_the_lesson_is_whole(name):
     ):
         assert needed in code, f"no {needed}"
     assert re.search(r'assert check\(\w+\) == "right"', code)
-    assert "run_ranks(" in code or name[:2] in ("04", "05")
+    assert "run_ranks(" in code or name[:2] in ("04", "05")  # torchrun and srun start theirs
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-STEPS, BATCH = 60, 64
+STEPS, BATCH = 30, 64
 WAYS = [  # how to use the cores, with the color and the hatch of its bars
     ("1 process, all cores", "tab:blue", ""),
     ("2 ranks, half the cores each", "tab:orange", "//"),
