@@ -11,6 +11,7 @@ from torch import nn
 from ddp_ref import cleanup_ddp, initialize_ddp
 
 State = dict[str, torch.Tensor]
+NOT_SAVED = "1.table"  # a buffer that state_dict() leaves out
 
 
 def observe_start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
@@ -20,19 +21,25 @@ def observe_start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     for _ in range(dist.get_rank() + 1):
         model(torch.rand(8, 3))  # moves the running mean and counts the batch
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model[1].register_buffer("table", torch.rand(2), persistent=False)
+    before = _state(model)
     after_all = dist.new_group()  # a group of its own: what was sent in the other is no answer here
     start_alike(model)
     dist.barrier(after_all)  # who calls too few collectives stays, and the others are seen to wait
-    after = dict(model.state_dict())
+    after = _state(model)
     cleanup_ddp()
     return before, after
+
+
+def _state(model: nn.Module) -> State:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
 
 
 def judge_start(seen: list[tuple[State, State]]) -> str | None:
     (wanted, first), (_, other) = seen
     weights = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    buffers = [name for name in wanted if name not in weights]
+    buffers = [name for name in wanted if name not in [*weights, NOT_SAVED]]
 
     def differ(one: State, names: list[str]) -> bool:
         return not all(torch.equal(one[name], other[name]) for name in names)
@@ -45,6 +52,8 @@ def judge_start(seen: list[tuple[State, State]]) -> str | None:
         return "the buffers, such as BatchNorm's running mean, still differ between the ranks"
     if differ(wanted, buffers):
         return "the ranks agree on the buffers, but these are not the ones that rank 0 had"
+    if differ(first, [NOT_SAVED]) or differ(wanted, [NOT_SAVED]):
+        return "a buffer registered with persistent=False is not that of rank 0"
     return None
 
 
