@@ -1,9 +1,10 @@
-"""A small GPT, alike on all ranks, and a batch of each rank's own."""
+"""A small GPT, alike on all ranks, a batch of each rank's own, and its loss."""
 
 import string
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_ref import initialize_ddp
@@ -22,3 +23,9 @@ def start(make: Callable[..., nn.Module], n_embd: int = 32) -> tuple[nn.Module, 
         nn.init.normal_(weight, std=0.1)  # in a new one the blocks have no effect
     torch.manual_seed(rank)
     return model, torch.randint(5 if rank % 2 else len(string.printable), (8, 33))
+
+
+def loss_of(net: nn.Module, ids: Tensor) -> Tensor:
+    """Return the mean loss of each next character in `ids`, (batch, length + 1)."""
+    logits = net(ids[:, :-1])  # (batch, length, characters)
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
