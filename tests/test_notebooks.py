@@ -152,7 +152,7 @@ def test_the_script_is_included_and_run(number):
 
 def test_outputs_that_are_not_compared():
     counted = {
-        name[:2]: sum("NBVAL_IGNORE_OUTPUT" in c.metadata.get("tags", []) for c in code_cells(name))
+        name[:2]: sum("nbval-ignore-output" in c.metadata.get("tags", []) for c in code_cells(name))
         for name in NAMES
     }
     assert {number: count for number, count in counted.items() if count} == IGNORED
