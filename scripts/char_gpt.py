@@ -4,6 +4,7 @@ python scripts/char_gpt.py --nproc 2       two minutes on two cores
 torchrun --standalone --nproc-per-node=2 scripts/char_gpt.py
 srun --nodes=2 --ntasks-per-node=2 python scripts/char_gpt.py
 
+Told to stop, the ranks of torchrun and srun save this step; with --nproc the last epoch is kept.
 The same line again goes on from the newest checkpoint; when all epochs are done, it only writes.
 """
 
@@ -197,7 +198,8 @@ def train(rank, args, port):
     train_ids, val_ids = (encode(part, vocabulary) for part in split(text))
     train_rows, val_rows = (windows(ids, args.block_size) for ids in (train_ids, val_ids))
     effective_batch = args.batch_size * info.world_size
-    steps = len(train_rows) // effective_batch  # whole ones, so that no row comes twice
+    # Whole ones, so that no row comes twice; the text's last rows, too few for one more, are left.
+    steps = len(train_rows) // effective_batch
     torch.manual_seed(args.seed)
     model = GPT(vocabulary, args.n_layer, args.n_head, args.n_embd, args.block_size)
     weights = list(model.parameters())
@@ -273,7 +275,11 @@ def parse_args():
         parser.error(f"--prompt has {what}: each next one is predicted from those before")
     if args.block_size >= len(val_part):
         parser.error(f"--block-size must be below {len(val_part)}, the text to validate on")
-    rows, ranks = (len(train_part) - 1) // args.block_size, args.nproc or detect_launch().world_size
+    try:
+        ranks = args.nproc or detect_launch().world_size
+    except ValueError as error:  # half a launch
+        parser.error(str(error))
+    rows = (len(train_part) - 1) // args.block_size
     if args.batch_size * ranks > rows:
         parser.error(f"--batch-size {args.batch_size} on {ranks} ranks: the text has {rows} rows")
     return args

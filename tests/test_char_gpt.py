@@ -241,6 +241,15 @@ def test_a_mistake_is_one_line(flags, text, script, monkeypatch, capsys):
     assert ended.value.code == 2 and text in said and len(said.splitlines()) == 1
 
 
+def test_half_a_launch_is_one_line(script, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as ended:
+        script.parse_args()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "WORLD_SIZE not set" in said and len(said.splitlines()) == 1
+
+
 def test_the_warm_up_and_the_end_of_the_rate(script):
     rates = [script.rate(step, 100) for step in range(101)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
