@@ -1,13 +1,8 @@
 """A typical mistake in a notebook's exercise gets the hint that is meant for it."""
 
-import sys
 from importlib import import_module
 
 import pytest
-from harness import ROOT
-
-sys.path.insert(0, str(ROOT / "notebooks"))
-
 from exercises import all_exercises, check
 
 pytestmark = pytest.mark.exercises

@@ -9,14 +9,10 @@ import jupytext
 import nbformat
 import pytest
 from harness import ROOT, run
+from lesson.sources import changed_lines, find_hunks
 
 FOLDER = ROOT / "notebooks"
-sys.path.insert(0, str(FOLDER))
-
-from lesson.sources import changed_lines, find_hunks  # noqa: E402 - it lies beside the notebooks
-
-SOURCES = sorted(FOLDER.glob("[0-9][0-9]_*.md"))
-NAMES = [source.stem for source in SOURCES]
+NAMES = sorted(source.stem for source in FOLDER.glob("[0-9][0-9]_*.md"))
 LONG = {"07", "08"}  # the collections of failures
 # Cells whose output is not compared: what py-spy says, if it is there; text that a model wrote.
 IGNORED = {"08": 1, "10": 1}
@@ -28,6 +24,10 @@ DIFFS = {
 }
 SCRIPTS = {"01": "single_gpu.py", "02": "multigpu_spawn.py", "03": "multigpu_spawn.py"}
 SCRIPTS |= {number: new for number, (_, new) in DIFFS.items()} | {"10": "char_gpt.py"}
+
+
+def chapter(number):
+    return next(name for name in NAMES if name.startswith(number))
 
 
 def executed(name):
@@ -119,7 +119,7 @@ def test_exercises_are_not_yet_done_and_their_solutions_folded(name):
 @pytest.mark.parametrize("number", DIFFS)
 def test_every_hunk_has_its_paragraph(number):
     """A paragraph names something that its hunk changes; all hunks are shown."""
-    name = next(name for name in NAMES if name.startswith(number))
+    name = chapter(number)
     cells, hunks = executed(name).cells, len(find_hunks(*DIFFS[number]))
     paragraphs = re.findall(
         r"^\*\*Hunk (\d+)\.\*\* (.+?)(?=\n\n|\Z)", text_of(cells, "markdown"), re.M | re.S
@@ -142,7 +142,7 @@ def test_every_hunk_has_its_paragraph(number):
 @pytest.mark.parametrize("number", SCRIPTS)
 def test_the_script_is_included_and_run(number):
     """At the end of a chapter: the whole script, folded, and the command that runs it."""
-    name = next(name for name in NAMES if name.startswith(number))
+    name = chapter(number)
     last = text_of(code_cells(name)[-3:], "code")
     assert f'show_script("{SCRIPTS[number]}")' in last
     assert re.search(
