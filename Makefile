@@ -64,7 +64,7 @@ test-full: $(READY)  ## run the long crosses as well
 	$(BIN)/python -m pytest -m 'not slurm and not exercises' $(ARGS)
 
 test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints; 05 after slurm-up
-	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=180 --nbval-sanitize-with=notebooks/sanitize.cfg \
+	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=600 --nbval-sanitize-with=notebooks/sanitize.cfg \
 		-p no:randomly --dist=loadfile notebooks $(ARGS)
 	$(BIN)/python -m pytest -m exercises $(ARGS)
 

@@ -167,7 +167,7 @@ def test_nothing_of_this_machine_is_in_it(name):
 
 def test_one_notebook_runs(tmp_path):
     """The others run under `make test-notebooks`."""
-    options = ["--nbval", "--nbval-cell-timeout=180", "-p", "no:randomly", "-n", "0", "-q"]
+    options = ["--nbval", "--nbval-cell-timeout=600", "-p", "no:randomly", "-n", "0", "-q"]
     options += ["--nbval-sanitize-with", FOLDER / "sanitize.cfg", "-p", "no:cacheprovider"]
     ended = run(
         sys.executable,

@@ -1,12 +1,11 @@
 """Seeing DDP: gradients divided into buckets."""
 
 from itertools import chain, pairwise
-from typing import Any
 
 import torch
 from lesson import Exercise
+from lesson.buckets import note_and_reduce
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_ref import initialize_ddp
@@ -14,12 +13,6 @@ from ddp_ref import initialize_ddp
 SIZES = (64, 64, 192, 64, 8)
 CAP = 20_000  # bytes
 SMALL = [4, 6, 2, 8, 1, 1, 1], 10  # none reaches the cap alone, and the first two are just 10
-DEFAULT_GROUP: Any = None  # allreduce_hook takes it, but does not say so in its types
-
-
-def _log_and_reduce(log, bucket):
-    log.append([parameter.nbytes for parameter in bucket.parameters()])
-    return allreduce_hook(DEFAULT_GROUP, bucket)
 
 
 def _buckets(assign_buckets):
@@ -28,7 +21,10 @@ def _buckets(assign_buckets):
     layers = [nn.Linear(inputs, outputs) for inputs, outputs in pairwise(SIZES)]
     model = DDP(nn.Sequential(*layers), bucket_cap_mb=CAP / 2**20)
     log: list[list[int]] = []
-    model.register_comm_hook(log, _log_and_reduce)
+    model.register_comm_hook(
+        lambda bucket: log.append([parameter.nbytes for parameter in bucket.parameters()]),
+        note_and_reduce,
+    )
     for _ in range(2):  # the second step has the final buckets
         log.clear()
         model(torch.ones(2, SIZES[0])).sum().backward()

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lesson import Exercise
+from lesson.buckets import note_and_reduce
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 # strategy, ranks, bytes a weight, and the hint where the answer is another
@@ -54,11 +53,6 @@ def _loss_of(net: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.mse_loss(net(inputs), targets)
 
 
-def _count_and_reduce(reduced: list[int], bucket: dist.GradBucket) -> Future[Tensor]:
-    reduced.append(bucket.index())
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: the default group
-
-
 def _run_step(clipped_step: Callable[..., None]) -> list[Step]:
     """Take a step a limit."""
     torch.set_num_threads(1)
@@ -67,7 +61,7 @@ def _run_step(clipped_step: Callable[..., None]) -> list[Step]:
     model.weight.data.copy_(FIRST)
     reduced: list[int] = []
     net, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=1.0)
-    net.register_comm_hook(reduced, _count_and_reduce)
+    net.register_comm_hook(lambda bucket: reduced.append(bucket.index()), note_and_reduce)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     steps = []
     for limit in LIMITS:

@@ -3,7 +3,7 @@
 It stands beside the notebooks, in whose folder their kernels start.
 """
 
-from .commands import scratch_folder, shell
+from .commands import hide_gpus, scratch_folder, shell
 from .display import show_figure
 from .exercise import Exercise
 from .predictions import reveal
@@ -11,6 +11,7 @@ from .sources import show_diff, show_script
 
 __all__ = [
     "Exercise",
+    "hide_gpus",
     "reveal",
     "scratch_folder",
     "shell",

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+from .buckets import note_and_reduce
 
 
 class Watch:
@@ -24,7 +23,9 @@ class Watch:
         self.sent: list[torch.dtype] = []
         self._weights = {weight.untyped_storage().data_ptr() for weight in net.parameters()}
         net.module.blocks[0].qkv.register_forward_hook(self._count)
-        net.register_comm_hook(self.sent, _note_and_reduce)
+        net.register_comm_hook(
+            lambda bucket: self.sent.append(bucket.buffer().dtype), note_and_reduce
+        )
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -43,8 +44,3 @@ class Watch:
 
     def _count(self, *_: object) -> None:
         self.passes += 1
-
-
-def _note_and_reduce(sent: list[torch.dtype], bucket: dist.GradBucket) -> Future[Tensor]:
-    sent.append(bucket.buffer().dtype)
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: the default group

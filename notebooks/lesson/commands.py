@@ -16,6 +16,11 @@ MARK = "DDP_NOTEBOOK_COMMAND"  # what a command starts inherits it, whatever ses
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def hide_gpus() -> None:
+    """Let this notebook, and all that it starts, see no GPU: its outputs are then the same."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def scratch_folder() -> Path:
     """Make a folder that looks like the project's root; it goes when the kernel ends."""
     folder = Path(tempfile.mkdtemp(prefix="ddp-notebook-"))

@@ -1,5 +1,6 @@
 """Figures of measured data, with a text for those who cannot see them."""
 
+from html import escape
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -8,14 +9,15 @@ if TYPE_CHECKING:
 
 
 def show_figure(figure: "Figure", *, alt: str, look: str) -> None:
-    """Show `figure` with the text `alt` in its place where it cannot be seen, and what to look for.
+    """Show `figure`, what to look for in it, and, folded, the figure in words.
 
-    Both are one line: `alt` says what is drawn, `look` what to look for.
+    Both texts are one line: `look` says what to look for, `alt` what there is to see, for those
+    who cannot. JupyterLab shows no alternative text of an image, so it stands below it as well.
     """
     for name, line in {"alt": alt, "look": look}.items():
         if not line or "\n" in line:
             raise ValueError(f"{name} must be one line of text, not {line!r}")
-    # Here, as the ranks of an exercise import this module too, and draw nothing.
+    # Here, as every rank imports this module, and draws nothing.
     import matplotlib.pyplot as plt
     from IPython.display import display
 
@@ -27,4 +29,6 @@ def show_figure(figure: "Figure", *, alt: str, look: str) -> None:
         metadata={"image/png": {"alt": alt}},
         raw=True,
     )
-    display({"text/plain": f"Look for: {look}"}, raw=True)  # printed, it would come above it
+    words = f"<details><summary>The figure in words</summary>{escape(alt)}</details>"
+    below = {"text/html": f"Look for: {escape(look)}{words}", "text/plain": f"Look for: {look}"}
+    display(below, raw=True)  # printed, it would come above the figure

@@ -1,13 +1,11 @@
 """How far the weights of the ranks are apart: measured on the ranks, drawn over the steps."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+import matplotlib.pyplot as plt
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import nn
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def gap_between_ranks(model: nn.Module) -> float:
@@ -19,13 +17,11 @@ def gap_between_ranks(model: nn.Module) -> float:
     return (highest - lowest).max().item()
 
 
-def draw_drift(gaps: Mapping[str, Sequence[float]], title: str = "", first: int = 0) -> "Figure":
+def draw_drift(gaps: Mapping[str, Sequence[float]], title: str = "", first: int = 0) -> Figure:
     """Draw, for each way of training, the gap after each step; `title` is the legend's.
 
     `first` is the number of the first step; 0: the gaps begin with the one before any step.
     """
-    import matplotlib.pyplot as plt  # here, as ranks import this module too
-
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     styles = zip(("o", "s", "^", "D"), ("-", "--", "-.", ":"), strict=True)
     for (name, values), (marker, line) in zip(gaps.items(), styles, strict=False):

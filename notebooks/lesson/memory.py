@@ -1,26 +1,24 @@
 """The memory of a rank: whose bytes they are."""
 
 from functools import partial
-from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-DEFAULT_GROUP: Any = None  # allreduce_hook takes it, but does not say so in its types
+from .buckets import note_and_reduce
+
 HATCHES = ("", "//", "xx", "..", "\\\\")
 
 
 def bytes_held(model: nn.Module, as_view: bool, batch: int) -> dict[str, int]:
     """Return the bytes of each kind after a step with AdamW on inputs (batch, 1024), in DDP."""
-    buckets: dict[int, Tensor] = {}
     saved: list[Tensor] = []
     replica = DDP(model, gradient_as_bucket_view=as_view)
-    replica.register_comm_hook(buckets, _keep_and_reduce)
+    buckets = keep_buckets(replica)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # the second step has the final buckets
         saved.clear()
@@ -37,7 +35,7 @@ def bytes_held(model: nn.Module, as_view: bool, batch: int) -> dict[str, int]:
         "gradients": gradients,
     }
     kinds |= {"buckets": list(buckets.values()), "optimizer state": state, "activations": saved}
-    return _count_bytes(kinds)
+    return count_bytes(kinds)
 
 
 def _keep(saved: list[Tensor], tensor: Tensor) -> Tensor:
@@ -46,12 +44,16 @@ def _keep(saved: list[Tensor], tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _keep_and_reduce(buckets, bucket):
-    buckets[bucket.index()] = bucket.buffer()
-    return allreduce_hook(DEFAULT_GROUP, bucket)
+def keep_buckets(model: DDP) -> dict[int, Tensor]:
+    """Return a dict that from now on holds the newest buffer of each of the model's buckets."""
+    buckets: dict[int, Tensor] = {}
+    model.register_comm_hook(
+        lambda bucket: buckets.update({bucket.index(): bucket.buffer()}), note_and_reduce
+    )
+    return buckets
 
 
-def _count_bytes(kinds: dict[str, list[Tensor]]) -> dict[str, int]:
+def count_bytes(kinds: dict[str, list[Tensor]]) -> dict[str, int]:
     """Return each kind's bytes; a storage that several share counts for the first alone."""
     seen: set[int] = set()
     counted = {}

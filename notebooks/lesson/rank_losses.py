@@ -1,6 +1,7 @@
-"""What each rank would log as its loss, and the loss of the job."""
+"""What each rank would log as its loss, the loss of the job, and that of one process."""
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -8,18 +9,37 @@ COLORS = ["tab:blue", "tab:orange", "tab:green", "tab:red"]
 LINES = ["-", "--", "-.", ":"]
 
 
-def draw_rank_losses(local: Tensor, reduced: Tensor, first: int = 1) -> Figure:
-    """Draw the losses of each rank, `local` (ranks, steps), thin and `reduced` (steps,) thick.
+def draw_rank_losses(local: Tensor, first: int = 1) -> Figure:
+    """Draw the losses of each rank, `local` (ranks, steps), thin and their mean thick.
 
     `first` is the number of the first step.
     """
-    figure, axes = plt.subplots(figsize=(7, 3.5))
-    steps = range(first, first + len(reduced))
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    _plot_ranks(axes, local, first)
+    axes.set(xlabel="optimizer step", ylabel="loss of the step's batch")
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_against_big_batch(local: Tensor, whole: Tensor) -> Figure:
+    """Draw what `draw_rank_losses` draws beside the loss `whole` (steps,) of one process."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True, layout="constrained")
+    _plot_ranks(left, local, first=1)
+    steps = range(1, len(whole) + 1)
+    right.plot(steps, local.mean(0), "0.75", linewidth=5, label=f"{len(local)} x B, reduced")
+    right.plot(steps, whole, "C1--", linewidth=1.4, label=f"1 x {len(local)}B, one process")
+    left.set(xlabel="optimizer step", ylabel="loss of the step's batch")
+    right.set(xlabel="optimizer step")
+    for axes in (left, right):
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _plot_ranks(axes: Axes, local: Tensor, first: int) -> None:
+    steps = range(first, first + local.shape[1])
     for rank, losses in enumerate(local):
         color, line = COLORS[rank % 4], LINES[rank % 4]
         axes.plot(steps, losses, line, color=color, linewidth=1, label=f"rank {rank}, local")
-    axes.plot(steps, reduced, color="black", linewidth=2.5, label="all ranks, reduced")
-    axes.set(xlabel="optimizer step", ylabel="loss of the step's batch")
-    axes.legend(frameon=False)
+    axes.plot(steps, local.mean(0), color="black", linewidth=2.5, label="all ranks, reduced")
     axes.spines[["top", "right"]].set_visible(False)
-    return figure

@@ -1,7 +1,6 @@
 """How fast ranks train together, beside two ideals."""
 
 from collections.abc import Callable
-from time import perf_counter
 
 import matplotlib.pyplot as plt
 import torch
@@ -11,6 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_ref.environment import available_cores
+
+from .timing import fastest
 
 
 def measure_scaling(
@@ -42,12 +43,12 @@ def _samples_per_second(model: nn.Module, threads: int) -> float:
     """Return how many samples one rank trains on in a second, with 64 a step."""
     torch.set_num_threads(threads)
     inputs = torch.randn(64, 1024)
-    for steps in (2, 4):  # the first time it allocates, and DDP arranges its buckets
-        start = perf_counter()
-        for _ in range(steps):
-            model.zero_grad()
-            model(inputs).sum().backward()
-    return steps * len(inputs) / (perf_counter() - start)
+
+    def step() -> None:
+        model.zero_grad()
+        model(inputs).sum().backward()
+
+    return len(inputs) / fastest(step, 6)  # not the first ones: DDP arranges its buckets in them
 
 
 def draw_scaling(measured: dict[int, float], one_thread: float, all_cores: float) -> Figure:

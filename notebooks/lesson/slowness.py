@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from .timing import fastest
+
 STEPS, BATCH = 30, 64
 WAYS = [  # how to use the cores, with the color and the hatch of its bars
     ("1 process, all cores", "tab:blue", ""),
@@ -38,13 +40,12 @@ def samples_per_second(model: nn.Module, width: int, threads: int) -> float:
     """Return how many samples of `width` numbers a second this process trains on, at best."""
     torch.set_num_threads(threads)
     inputs = torch.rand(BATCH, width)  # (batch, features)
-    times = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
+
+    def step() -> None:
         model.zero_grad()
         model(inputs).square().mean().backward()
-        times.append(time.perf_counter() - begin)
-    return BATCH / min(times)  # what other programs do at the same time only adds to a step
+
+    return BATCH / fastest(step, STEPS)
 
 
 def items_per_second(work: int, num_workers: int) -> tuple[float, set[int]]:

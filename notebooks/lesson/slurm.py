@@ -10,29 +10,30 @@ NO_CLUSTER = "no Slurm cluster here: `make slurm-up` makes one (Linux, root); th
 
 
 def slurm(command: str, *, folder: Path) -> str:
-    """Run `command` as `shell` does, on the cluster of SLURM_CONF, else of `make slurm-up`.
+    """Run `command` as `shell` does, on the cluster that `has_cluster` asks.
 
-    Returns "", and says why in one line, where it does not answer.
+    Returns "", and says why in one line, where none answers.
     """
     if not has_cluster():
         print(NO_CLUSTER)
         return ""
-    os.environ["SLURM_CONF"] = _config()
+    os.environ |= _cluster()
     return shell(command, folder=folder)
 
 
 def has_cluster() -> bool:
-    """Say whether the cluster of SLURM_CONF, else of `make slurm-up`, answers."""
-    if not Path(_config()).exists():
-        return False
-    environment = os.environ | {"SLURM_CONF": _config()}
+    """Say whether a cluster answers: SLURM_CONF's, else `make slurm-up`'s, else the machine's."""
     try:
-        asked = subprocess.run(["sinfo"], env=environment, capture_output=True, timeout=5)
+        asked = subprocess.run(
+            ["sinfo"], env=os.environ | _cluster(), capture_output=True, timeout=5
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return False
     return asked.returncode == 0
 
 
-def _config() -> str:
+def _cluster() -> dict[str, str]:
+    """Return the variable by which Slurm finds the cluster, if it needs one."""
     name = os.environ.get("LOCAL_CLUSTER", "ddp")
-    return os.environ.get("SLURM_CONF", f"/run/local-cluster-{name}/slurm.conf")
+    config = Path(f"/run/local-cluster-{name}/slurm.conf")
+    return {"SLURM_CONF": str(config)} if config.exists() and "SLURM_CONF" not in os.environ else {}

@@ -57,7 +57,7 @@ def changed_lines(old: str, new: str, number: int) -> list[str]:
 
 
 def _display(data: dict[str, str]) -> None:
-    from IPython.display import display  # here, as ranks import this module too
+    from IPython.display import display  # here, as every rank imports this module
 
     display(data, raw=True)
 

@@ -5,14 +5,13 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
-import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
+
+from .memory import count_bytes, keep_buckets
 
 LOOKS = {
     "parameters": ("tab:blue", ""),
@@ -31,9 +30,7 @@ def train_and_measure(
     sharded at one time of the forward pass. Collective: all ranks call it.
     """
     weights = list(net.parameters())
-    buckets: dict[int, Tensor] = {}
-    if isinstance(net, DDP):
-        net.register_comm_hook(buckets, _keep_and_reduce)
+    buckets = keep_buckets(net) if isinstance(net, DDP) else {}
     count = sum(weight.numel() for weight in weights)
     whole = [0.0]
 
@@ -57,27 +54,12 @@ def train_and_measure(
     }
     full = [w.full_tensor() if isinstance(w, DTensor) else w for w in net.parameters()]
     flat = torch.cat([weight.detach().flatten() for weight in full])
-    return _count({kind: map(_local, kinds[kind]) for kind in LOOKS}, count), max(whole), flat
-
-
-def _keep_and_reduce(buckets: dict[int, Tensor], bucket: dist.GradBucket) -> Future[Tensor]:
-    buckets[bucket.index()] = bucket.buffer()
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: the default group
+    held = count_bytes({kind: list(map(_local, kinds[kind])) for kind in LOOKS})
+    return {kind: size / count for kind, size in held.items()}, max(whole), flat
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _count(kinds: dict[str, Iterable[Tensor]], weights: int) -> dict[str, float]:
-    """Return each kind's bytes a weight; a storage that two kinds share counts for the first."""
-    seen: set[int] = set()
-    counted = {}
-    for kind, tensors in kinds.items():
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-        counted[kind] = sum(n for address, n in storages.items() if address not in seen) / weights
-        seen |= storages.keys()
-    return counted
 
 
 def draw_states(
