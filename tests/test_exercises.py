@@ -14,6 +14,11 @@ MISTAKES = {
 }
 
 
+def test_no_two_exercises_have_one_name():
+    found = [import_module(f"exercises.chapter_{number:02}").EXERCISES for number in range(11)]
+    assert sum(len(exercises) for exercises in found) == len(all_exercises())
+
+
 def test_every_exercise_has_two_mistakes_with_hints_of_their_own():
     assert MISTAKES.keys() == all_exercises().keys()
     for name, mistakes in MISTAKES.items():

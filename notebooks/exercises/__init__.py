@@ -20,5 +20,5 @@ def all_exercises() -> dict[str, Exercise]:
     """Return the exercises of all chapters by name."""
     found: dict[str, Exercise] = {}
     for chapter in iter_modules(__path__):
-        found |= import_module(f"{__name__}.{chapter.name}").EXERCISES
+        found |= import_module(f"{__name__}.{chapter.name}").EXERCISES  # a test compares the names
     return found

@@ -1,7 +1,8 @@
 """The exercises of chapter 00: the mean over the ranks, and an all-reduce of few steps."""
 
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -12,17 +13,33 @@ from torch import Tensor
 OWN = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])  # (rank, 2): what each one brings
 
 
-def _run_mean(mean_over_ranks: Callable[[Tensor], Tensor]) -> tuple[Tensor | None, Tensor]:
-    """Return the mean of this rank's tensor over the ranks, and what the argument is afterwards."""
-    dist.init_process_group("gloo")
-    tensor = OWN[dist.get_rank()].clone()
-    result = mean_over_ranks(tensor)
-    dist.destroy_process_group()
-    return result if isinstance(result, Tensor) else None, tensor
+class Mean(NamedTuple):
+    """What the function returned in a group of 3 and one of 2 ranks, and its argument after it."""
+
+    of_three: Tensor | None
+    of_two: Tensor | None  # on ranks 0 and 1
+    argument: Tensor
 
 
-def _judge_mean(seen: list[tuple[Tensor | None, Tensor]]) -> str | None:
-    results = [result for result, _ in seen if result is not None and result.shape == (2,)]
+def _run_mean(mean_over_ranks: Callable[[Tensor], Tensor]) -> Mean:
+    """Take the mean over all ranks, then over ranks 0 and 1, in a group of their own."""
+    rank, argument = int(os.environ["RANK"]), OWN[int(os.environ["RANK"])].clone()
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+    def mean_in_group(size: int, tensor: Tensor) -> Tensor | None:
+        if rank >= size:
+            return None
+        its_keys = dist.PrefixStore(str(size), store)
+        dist.init_process_group("gloo", store=its_keys, rank=rank, world_size=size)
+        result = mean_over_ranks(tensor)
+        dist.destroy_process_group()
+        return result if isinstance(result, Tensor) else None
+
+    return Mean(mean_in_group(3, argument), mean_in_group(2, OWN[rank].clone()), argument)
+
+
+def _judge_mean(seen: list[Mean]) -> str | None:
+    results = [own.of_three for own in seen if _is_a_row(own.of_three)]
     if len(results) < len(seen):
         return "not every rank returned a tensor of the shape of its argument"
     got, mean = torch.stack(results), OWN.mean(0)  # (rank, 2), (2,)
@@ -38,9 +55,16 @@ def _judge_mean(seen: list[tuple[Tensor | None, Tensor]]) -> str | None:
     if not all(right):
         rank = right.index(False)
         return f"rank {rank} returned {got[rank].tolist()}, where the mean is {mean.tolist()}"
-    if not torch.equal(torch.stack([tensor for _, tensor in seen]), OWN):
+    for own in seen[:2]:
+        if not _is_a_row(own.of_two) or not torch.allclose(own.of_two, OWN[:2].mean(0)):
+            return "it is right on 3 ranks, but not on 2: the world size is not always 3"
+    if not torch.equal(torch.stack([own.argument for own in seen]), OWN):
         return "the mean is right, but the argument was changed: all_reduce works in place"
     return None
+
+
+def _is_a_row(result: Tensor | None) -> TypeGuard[Tensor]:
+    return result is not None and result.shape == (2,)
 
 
 def _run_doubling(doubling_all_reduce: Callable[[SimulatedRanks], Any]) -> SimulatedRanks:

@@ -1,6 +1,7 @@
 """The exercises of chapter 01: a gradient from unequal parts, and what a loss does not reach."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,23 +11,24 @@ from lesson import Exercise
 from torch import Tensor, nn
 
 COUNTS = [48, 16]  # samples, by rank
+FEWER = [20, 12]  # in a second batch
 OWN = torch.tensor([[1.0, -2.0, 3.0], [9.0, 2.0, -1.0]])  # (rank, 3): means over these samples
 
 
-def _run_gradient(batch_gradient: Callable[[Tensor, int], Tensor]) -> Tensor | None:
-    """Return what the function makes of this rank's gradient and count."""
+def _run_gradient(batch_gradient: Callable[[Tensor, int], Tensor]) -> list[Any]:
+    """Return what the function makes of this rank's gradient and count, in two batches."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    result = batch_gradient(OWN[rank].clone(), COUNTS[rank])
+    results = [batch_gradient(OWN[rank].clone(), counts[rank]) for counts in (COUNTS, FEWER)]
     dist.destroy_process_group()
-    return result if isinstance(result, Tensor) else None
+    return results
 
 
-def _judge_gradient(seen: list[Tensor | None]) -> str | None:
-    results = [result for result in seen if result is not None and result.shape == (3,)]
-    if len(results) < len(seen):
+def _judge_gradient(seen: list[list[Any]]) -> str | None:
+    if not all(isinstance(result, Tensor) and result.shape == (3,) for result in chain(*seen)):
         return "not every rank returned a tensor of the gradient's shape"
-    got, counts = torch.stack(results), torch.tensor(COUNTS)[:, None]  # (rank, 3), (rank, 1)
+    got, again = (torch.stack(results) for results in zip(*seen, strict=True))  # (rank, 3) each
+    counts, fewer = torch.tensor(COUNTS)[:, None], torch.tensor(FEWER)[:, None]  # (rank, 1)
     weighted = (OWN * counts).sum(0)
     if torch.equal(got, OWN):
         return "every rank got its own gradient back: nothing was exchanged"
@@ -36,9 +38,11 @@ def _judge_gradient(seen: list[Tensor | None]) -> str | None:
         return "that is the sum over the samples, not their mean"
     if torch.allclose(got, weighted / counts):
         return "each rank divided by its own count, so the ranks do not agree"
-    if torch.allclose(got, weighted / counts.sum()):
-        return None
-    return f"rank 0 returned {got[0].tolist()}, the batch's is {(weighted / 64).tolist()}"
+    if not torch.allclose(got, weighted / counts.sum()):
+        return f"rank 0 returned {got[0].tolist()}, the batch's is {(weighted / 64).tolist()}"
+    if not torch.allclose(again, (OWN * fewer).sum(0) / fewer.sum()):
+        return "it is right for 48 and 16 samples, but not for 20 and 12"
+    return None
 
 
 class HalfUsed(nn.Module):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ class Seen(NamedTuple):
 
     content: object
     open_before: object  # read through a file that was opened before the second save
+    gone: list[str]  # the calls during that save before which there was no file at the path
     names: list[str]  # of the files in the folder
     after_kill: object
 
@@ -36,7 +38,7 @@ def observe_save(save: Callable[[dict[str, Any], Path], Any]) -> Seen:
         path = Path(folder) / "snapshot.pt"
         torch.save(OLD, path)
         with path.open("rb") as file:
-            save(dict(NEW), path)
+            gone = _calls_without(path, lambda: save(dict(NEW), path))
             content, open_before = _load(path), _load(file)
         names = sorted(entry.name for entry in path.parent.iterdir())
         child = os.fork()
@@ -46,7 +48,22 @@ def observe_save(save: Callable[[dict[str, Any], Path], Any]) -> Seen:
             finally:
                 os._exit(1)
         os.waitpid(child, 0)
-        return Seen(content, open_before, names, _load(path))
+        return Seen(content, open_before, gone, names, _load(path))
+
+
+def _calls_without(path: Path, work: Callable[[], Any]) -> list[str]:
+    """Call `work`; return the calls on files that Python made in it while `path` was missing."""
+    calls: list[str] = []
+    watching = True  # a hook stays as long as the process
+
+    def hook(event: str, _: tuple[Any, ...]) -> None:
+        if watching and event.startswith(("open", "os.", "shutil.")) and not path.exists():
+            calls.append(event)
+
+    sys.addaudithook(hook)
+    work()
+    watching = False
+    return calls
 
 
 def _load(source: Any) -> object:
@@ -64,6 +81,10 @@ def judge_save(seen: list[Seen]) -> str | None:
             return "killed in the middle of a save, it leaves no readable file at the path"
         if rank.open_before != OLD:
             return "the bytes of the old file are written over: for a moment it is half of each"
+        if rank.gone:
+            return (
+                "the old file is taken away before the new one is there: for a moment there is none"
+            )
         if rank.names != ["snapshot.pt"]:
             return f"after a save the folder holds more than the snapshot: {', '.join(rank.names)}"
     return None

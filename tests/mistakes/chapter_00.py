@@ -25,6 +25,12 @@ def takes_two_ranks_for_granted(tensor):
     return total / 2
 
 
+def takes_three_ranks_for_granted(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total / 3
+
+
 def changes_its_argument(tensor):
     dist.all_reduce(tensor)
     return tensor / dist.get_world_size()
@@ -64,6 +70,7 @@ MISTAKES = {
         (returns_the_sum, "returned the sum"),
         (reduces_to_rank_0, "only rank 0 has the mean"),
         (takes_two_ranks_for_granted, "was divided by 2"),
+        (takes_three_ranks_for_granted, "the world size is not always 3"),
         (changes_its_argument, "the argument was changed"),
         (returns_nothing, "not every rank returned a tensor"),
     ],

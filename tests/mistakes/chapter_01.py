@@ -24,6 +24,12 @@ def divides_by_its_own_count(own_gradient, count):
     return total / count
 
 
+def takes_64_for_granted(own_gradient, count):
+    total = own_gradient * count
+    dist.all_reduce(total)
+    return total / 64
+
+
 def looks_at_the_loss(model, loss_fn, inputs, targets):
     names = [name for name, _ in model.named_parameters()]
     return names if loss_fn(model(inputs), targets) == 0 else []
@@ -59,6 +65,7 @@ MISTAKES = {
         (takes_the_plain_mean, "the plain mean"),
         (sums_over_the_samples, "the sum over the samples"),
         (divides_by_its_own_count, "divided by its own count"),
+        (takes_64_for_granted, "but not for 20 and 12"),
     ],
     "without_gradient": [
         (looks_at_the_loss, "stays at 1"),

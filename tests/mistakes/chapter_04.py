@@ -17,6 +17,13 @@ def copied(state, path):
     temporary.unlink()
 
 
+def unlinked_first(state, path):
+    temporary = Path(f"{path}.tmp")
+    torch.save(state, temporary)
+    path.unlink()
+    temporary.rename(path)
+
+
 def never_renamed(state, path):
     torch.save(state, Path(f"{path}.tmp"))
 
@@ -32,6 +39,7 @@ MISTAKES = {
     "save": [
         (in_place, "killed in the middle of a save"),
         (copied, "the bytes of the old file are written over"),
+        (unlinked_first, "for a moment there is none"),
         (never_renamed, "does not find the new state"),
         (with_the_old_one_kept, "the folder holds more than the snapshot"),
     ]
