@@ -55,7 +55,7 @@ notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (
 	$(BIN)/python notebooks/build.py $(ARGS)
 
 lab: $(READY)  ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab --notebook-dir=notebooks $(ARGS)
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 test: $(READY)  ## run all tests: real processes, no root needed, at most 10 minutes
 	$(BIN)/python -m pytest -m 'not full and not slurm and not exercises and not site' $(ARGS)
@@ -64,7 +64,7 @@ test-full: $(READY)  ## run the long crosses as well
 	$(BIN)/python -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
 
 test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints; 05 after slurm-up
-	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=600 --nbval-sanitize-with=notebooks/sanitize.cfg \
+	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=240 \
 		-p no:randomly --dist=loadfile notebooks $(ARGS)
 	$(BIN)/python -m pytest -m exercises $(ARGS)
 

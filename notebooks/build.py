@@ -12,7 +12,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
-CELL_TIMEOUT = 600  # seconds: longer than the deadlines of what a cell starts
+CELL_TIMEOUT = 240  # seconds
 
 
 def build(source: Path) -> None:

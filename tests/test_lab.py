@@ -39,7 +39,7 @@ def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
         server = json.loads(about.read_text())
         page = ask(server, "lab")
         assert "<title>JupyterLab</title>" in page
-        opened = json.loads(ask(server, "api/contents/00_what_ddp_is.ipynb"))
+        opened = json.loads(ask(server, "api/contents/notebooks/00_what_ddp_is.ipynb"))
         notebook = nbformat.from_dict(opened["content"])
         session = {
             "path": opened["path"],

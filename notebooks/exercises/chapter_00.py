@@ -42,7 +42,7 @@ def _judge_mean(seen: list[Mean]) -> str | None:
     results = [own.of_three for own in seen if _is_a_row(own.of_three)]
     if len(results) < len(seen):
         return "not every rank returned a tensor of the shape of its argument"
-    got, mean = torch.stack(results), OWN.mean(0)  # (rank, 2), (2,)
+    got, mean = torch.stack(results).float(), OWN.mean(0)  # (rank, 2), (2,)
     right = torch.isclose(got, mean).all(1).tolist()
     if right == [True, False, False]:
         return "only rank 0 has the mean: every rank should have it"
@@ -56,7 +56,7 @@ def _judge_mean(seen: list[Mean]) -> str | None:
         rank = right.index(False)
         return f"rank {rank} returned {got[rank].tolist()}, where the mean is {mean.tolist()}"
     for own in seen[:2]:
-        if not _is_a_row(own.of_two) or not torch.allclose(own.of_two, OWN[:2].mean(0)):
+        if not _is_a_row(own.of_two) or not torch.allclose(own.of_two.float(), OWN[:2].mean(0)):
             return "it is right on 3 ranks, but not on 2: the world size is not always 3"
     if not torch.equal(torch.stack([own.argument for own in seen]), OWN):
         return "the mean is right, but the argument was changed: all_reduce works in place"
@@ -77,6 +77,13 @@ def _run_doubling(doubling_all_reduce: Callable[[SimulatedRanks], Any]) -> Simul
 
 def _judge_doubling(seen: list[SimulatedRanks]) -> str | None:
     (ranks,) = seen
+    for step in range(1, ranks.steps + 1):
+        pairs = {(sent.source, sent.target) for sent in ranks.log if sent.step == step}
+        for rank in range(ranks.world_size):
+            if sum(source == rank for source, _ in pairs) > 1:
+                return f"in step {step} rank {rank} sends to more than one rank"
+            if sum(target == rank for _, target in pairs) > 1:
+                return f"in step {step} rank {rank} gets from more than one rank"
     everyone = list(range(ranks.world_size))
     for rank, row in enumerate(replay(ranks)[-1]):
         for chunk, whose in enumerate(row):

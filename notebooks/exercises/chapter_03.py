@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from ddp_ref import initialize_ddp
 
 # By case, and by rank: how many of 12 targets count; -100 stands for the others.
-COUNTED = (12, 3), (12, 0)
+COUNTED = (12, 3, 6), (12, 0, 6)
 Seen = list[tuple[float, Tensor] | None]  # by case: loss and gradient, None where was no loss
 
 
@@ -61,10 +61,11 @@ def _judge(seen: list[Seen]) -> str | None:
     whole, *wrong = _gradients_of_sums(COUNTED[0])
     hints = [
         "each rank's mean weighs alike, however many targets it is made of",
-        "the gradient is half of what it should be",
+        "the gradient is a third of what it should be",
         "the gradient is that of a sum, not of a mean",
-        "half the gradient of a sum, where that of a mean should be",
+        "a third of the gradient of a sum, where that of a mean should be",
         "targets of -100 were counted",
+        "the gradient is two thirds of what it should be: there are 3 ranks here",
     ]
     for gradient, hint in zip(wrong, hints, strict=True):
         if torch.allclose(first, gradient, atol=1e-6):
@@ -79,7 +80,7 @@ def _judge(seen: list[Seen]) -> str | None:
     return None
 
 
-def _gradients_of_sums(counted: tuple[int, int]) -> list[Tensor]:
+def _gradients_of_sums(counted: tuple[int, ...]) -> list[Tensor]:
     """Return the gradient of the mean over all targets, and those of typical mistakes."""
     sums = []
     for rank, count in enumerate(counted):
@@ -87,9 +88,11 @@ def _gradients_of_sums(counted: tuple[int, int]) -> list[Tensor]:
         model = _model()
         total = F.cross_entropy(model(inputs), targets, reduction="sum")
         sums.append(torch.autograd.grad(total, model.weight)[0])
-    total, count = sums[0] + sums[1], sum(counted)
-    of_means = (sums[0] / counted[0] + sums[1] / counted[1]) / 2
-    return [total / count, of_means, total / (2 * count), total, total / 2, total / 24]
+    total, count, ranks = torch.stack(sums).sum(0), sum(counted), len(counted)
+    means = [part / n for part, n in zip(sums, counted, strict=True) if n]
+    of_means = torch.stack(means).sum(0) / ranks
+    mean = total / count
+    return [mean, of_means, mean / ranks, total, total / ranks, total / (12 * ranks), mean * 2 / 3]
 
 
-EXERCISES = {"global_mean_loss": Exercise(_observe, _judge)}
+EXERCISES = {"global_mean_loss": Exercise(_observe, _judge, nproc=3)}

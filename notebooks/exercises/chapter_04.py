@@ -19,7 +19,8 @@ class Seen(NamedTuple):
 
     content: object
     open_before: object  # read through a file that was opened before the second save
-    gone: list[str]  # the calls during that save before which there was no file at the path
+    gone: bool  # during that save there was a moment without a file at the path
+    moved_from: list[Path]  # the folders from which a file was put at the path
     names: list[str]  # of the files in the folder
     after_kill: object
 
@@ -38,7 +39,7 @@ def observe_save(save: Callable[[dict[str, Any], Path], Any]) -> Seen:
         path = Path(folder) / "snapshot.pt"
         torch.save(OLD, path)
         with path.open("rb") as file:
-            gone = _calls_without(path, lambda: save(dict(NEW), path))
+            gone, moved_from = _watch(path, lambda: save(dict(NEW), path))
             content, open_before = _load(path), _load(file)
         names = sorted(entry.name for entry in path.parent.iterdir())
         child = os.fork()
@@ -48,22 +49,29 @@ def observe_save(save: Callable[[dict[str, Any], Path], Any]) -> Seen:
             finally:
                 os._exit(1)
         os.waitpid(child, 0)
-        return Seen(content, open_before, gone, names, _load(path))
+        return Seen(content, open_before, gone, moved_from, names, _load(path))
 
 
-def _calls_without(path: Path, work: Callable[[], Any]) -> list[str]:
-    """Call `work`; return the calls on files that Python made in it while `path` was missing."""
-    calls: list[str] = []
+def _watch(path: Path, work: Callable[[], Any]) -> tuple[bool, list[Path]]:
+    """Call `work`; say whether `path` was missing meanwhile, and from what other folders it came.
+
+    Both are looked at whenever Python opens, moves or removes a file.
+    """
+    gone, folders = False, []
     watching = True  # a hook stays as long as the process
 
-    def hook(event: str, _: tuple[Any, ...]) -> None:
-        if watching and event.startswith(("open", "os.", "shutil.")) and not path.exists():
-            calls.append(event)
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal gone
+        if not watching or not event.startswith(("open", "os.", "shutil.")):
+            return
+        gone = gone or not path.exists()
+        if event == "os.rename" and Path(arguments[1]) == path:
+            folders.append(Path(arguments[0]).resolve().parent)
 
     sys.addaudithook(hook)
     work()
     watching = False
-    return calls
+    return gone, [folder for folder in folders if folder != path.parent.resolve()]
 
 
 def _load(source: Any) -> object:
@@ -85,6 +93,8 @@ def judge_save(seen: list[Seen]) -> str | None:
             return (
                 "the old file is taken away before the new one is there: for a moment there is none"
             )
+        if rank.moved_from:
+            return f"it was written in {rank.moved_from[0]}, which may be another file system"
         if rank.names != ["snapshot.pt"]:
             return f"after a save the folder holds more than the snapshot: {', '.join(rank.names)}"
     return None

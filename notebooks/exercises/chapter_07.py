@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ddp_ref import initialize_ddp
 
 ITEMS = 13  # a number that no count of shards divides
+THREE_RANKS = -1  # in place of a number of workers
 LIMIT = timedelta(seconds=20)  # of a collective that not all ranks call
 
 
@@ -32,11 +33,15 @@ def observe_shard(shard: Callable[..., Any]) -> dict[int, list[int]]:
     for workers in (2, 3):
         loader = DataLoader(stream, None, num_workers=workers, multiprocessing_context="fork")
         seen[workers] = list(loader)
+    if info.rank == 0:  # an argument is enough: no group of three is needed
+        of_three = [list(shard(range(ITEMS), rank, 3)) for rank in range(3)]
+        seen[THREE_RANKS] = [item for items in of_three for item in items]
     return seen
 
 
 def judge_shard(ranks: list[dict[int, list[int]]]) -> str | None:
     """Find items that are drawn more often than once, or never."""
+    of_three = Counter(ranks[0].pop(THREE_RANKS))
     counts = {n: Counter(item for rank in ranks for item in rank[n]) for n in ranks[0]}
     most = {n: max(drawn.values(), default=0) for n, drawn in counts.items()}
     if most[2] == 4:
@@ -49,6 +54,8 @@ def judge_shard(ranks: list[dict[int, list[int]]]) -> str | None:
     for workers, drawn in counts.items():
         if missing := [item for item in range(ITEMS) if item not in drawn]:
             return f"with {workers} workers a rank, nobody yields the items {missing}"
+    if of_three != Counter(range(ITEMS)):
+        return "it is right on 2 ranks, but not on 3"
     return None
 
 

@@ -101,7 +101,7 @@ def observe_first_on_rank_0(first_on_rank_0: Callable[..., Any]) -> Preparation:
     def prepare() -> None:
         found.append(ready.exists())
         if not found[-1]:
-            time.sleep(1)  # a download
+            time.sleep(3)  # a download: longer than a rank would wait by the clock
             ready.with_name(f"part {os.getpid()}").touch()
             ready.with_name(f"part {os.getpid()}").replace(ready)
 

@@ -1,8 +1,10 @@
 """Jobs that hang for a few seconds, not for ever, and tell who failed first."""
 
 import re
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -52,6 +54,22 @@ def watch(train: Train, wait: timedelta = WAIT) -> Hang:
     return hang
 
 
+@contextmanager
+def deadline(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in what takes longer than `seconds`, by SIGALRM: in the main thread."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"no answer within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def train_step(model: nn.Module, lane: Lane, label: str) -> None:
     """Train on a batch that takes a while."""
     with lane("work"):
@@ -84,5 +102,5 @@ def _on_rank(train: Train, wait: timedelta) -> tuple[list[Event], Any]:
     group.set_timeout(wait)
     try:
         return lane.events, train(dist.get_rank(), model, lane)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         return lane.events, words(error)

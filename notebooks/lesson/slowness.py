@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 import torch
+import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
 from .timing import fastest
@@ -36,7 +38,22 @@ class Items(Dataset[int]):
         return os.getpid()
 
 
-def samples_per_second(model: nn.Module, width: int, threads: int) -> float:
+def training_speeds(widths: Sequence[int], threads: Sequence[int]) -> list[list[float]]:
+    """Return samples a second of all ranks together, for each width a list over `threads`.
+
+    Collective: all ranks call it.
+    """
+    ranks, found = int(os.environ["WORLD_SIZE"]), []
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    for width in widths:
+        layers = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        model = DDP(layers) if ranks > 1 else layers
+        found.append([ranks * _samples_per_second(model, width, number) for number in threads])
+    return found
+
+
+def _samples_per_second(model: nn.Module, width: int, threads: int) -> float:
     """Return how many samples of `width` numbers a second this process trains on, at best."""
     torch.set_num_threads(threads)
     inputs = torch.rand(BATCH, width)  # (batch, features)
@@ -49,7 +66,14 @@ def samples_per_second(model: nn.Module, width: int, threads: int) -> float:
     return STEPS * BATCH / fastest(steps, 10)
 
 
-def items_per_second(work: int, num_workers: int) -> tuple[float, set[int]]:
+def loading_speeds(
+    works: Sequence[int], workers: Sequence[int]
+) -> list[list[tuple[float, set[int]]]]:
+    """Return items a second of this rank, and who made them, by work and number of workers."""
+    return [[_items_per_second(work, number) for number in workers] for work in works]
+
+
+def _items_per_second(work: int, num_workers: int) -> tuple[float, set[int]]:
     """Return how many items a second a new loader gives, from its start on, and who made them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of too many workers: it counts one rank's
@@ -67,7 +91,7 @@ def draw_slowness(
     """Draw training speeds (model -> samples/s for each of WAYS) beside loading speeds.
 
     Training is drawn relative to the first way of each model, loading (kind of item -> what
-    `items_per_second` gave for each of `workers`) relative to its first value.
+    `loading_speeds` gave for each of `workers`) relative to its first value.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     width = 0.8 / len(WAYS)

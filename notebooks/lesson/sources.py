@@ -56,6 +56,13 @@ def changed_lines(old: str, new: str, number: int) -> list[str]:
     return found
 
 
+def diff_text(old: str, new: str) -> str:
+    """Return all hunks between two scripts, as `show_diff` shows them where there is no HTML."""
+    before, after = _lines(old), _lines(new)
+    hunks = enumerate(find_hunks(old, new), start=1)
+    return "\n".join(_text(number, hunk, before, after) for number, hunk in hunks)
+
+
 def _display(data: dict[str, str]) -> None:
     from IPython.display import display  # here, as every rank imports this module
 

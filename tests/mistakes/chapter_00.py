@@ -64,6 +64,18 @@ def replaces_what_is_there(ranks):
     exchanges(ranks, [1, 2, 4], add=False)
 
 
+def sends_all_to_rank_0(ranks):
+    others, chunks = range(1, ranks.world_size), range(ranks.world_size)
+    ranks.exchange([(rank, 0, chunk) for rank in others for chunk in chunks], add=True)
+    ranks.exchange([(0, rank, chunk) for rank in others for chunk in chunks], add=False)
+
+
+def sends_all_to_all(ranks):
+    world = range(ranks.world_size)
+    pairs = [(one, other) for one in world for other in world if one != other]
+    ranks.exchange([(*pair, chunk) for pair in pairs for chunk in world], add=True)
+
+
 MISTAKES = {
     "mean_over_ranks": [
         (returns_its_own, "nothing was exchanged"),
@@ -77,6 +89,8 @@ MISTAKES = {
     "doubling_all_reduce": [
         (goes_round_the_ring, "took 14 steps"),
         (keeps_the_same_partner, "more than once"),
+        (sends_all_to_rank_0, "gets from more than one rank"),
+        (sends_all_to_all, "sends to more than one rank"),
         (replaces_what_is_there, "holds the numbers of ranks"),
     ],
 }

@@ -26,6 +26,12 @@ def counting_padding(outputs, targets):
     return total * dist.get_world_size() / count
 
 
+def for_two_ranks(outputs, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return F.cross_entropy(outputs, targets, reduction="sum") * 2 / count
+
+
 def from_own_mean(outputs, targets):
     own = (targets != -100).sum()
     count = own.clone()
@@ -49,9 +55,10 @@ def detached(outputs, targets):
 MISTAKES = {
     "global_mean_loss": [
         (mean_of_means, "mean weighs alike"),
-        (without_world_size, "is half of what it should be"),
-        (summed, "half the gradient of a sum"),
+        (without_world_size, "is a third of what it should be"),
+        (summed, "a third of the gradient of a sum"),
         (counting_padding, "targets of -100 were counted"),
+        (for_two_ranks, "there are 3 ranks here"),
         (from_own_mean, "then its loss is NaN"),
         (own_mean_for_the_others, "then the gradient is another one"),
         (detached, "no loss that backward can start from"),

@@ -1,6 +1,7 @@
 """What readers write for chapter 04, and words of the hint that they get."""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -24,6 +25,12 @@ def unlinked_first(state, path):
     temporary.rename(path)
 
 
+def in_another_folder(state, path):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(state, temporary := Path(folder) / path.name)
+        temporary.replace(path)
+
+
 def never_renamed(state, path):
     torch.save(state, Path(f"{path}.tmp"))
 
@@ -40,6 +47,7 @@ MISTAKES = {
         (in_place, "killed in the middle of a save"),
         (copied, "the bytes of the old file are written over"),
         (unlinked_first, "for a moment there is none"),
+        (in_another_folder, "another file system"),
         (never_renamed, "does not find the new state"),
         (with_the_old_one_kept, "the folder holds more than the snapshot"),
     ]

@@ -39,6 +39,12 @@ def shard_for_two_workers(stream, rank, world_size):
     yield from islice(stream, rank * workers + worker, None, world_size * workers)
 
 
+def shard_for_two_ranks(stream, rank, world_size):
+    info = get_worker_info()
+    worker, workers = (info.id, info.num_workers) if info else (0, 1)
+    yield from islice(stream, rank * workers + worker, None, 2 * workers)
+
+
 def flat(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -86,6 +92,7 @@ MISTAKES = {
         (shard_of_nothing, "with 0 workers a rank, nobody yields the items [0, 1, 2, 3"),
         (shard_for_two_workers, "with 3 workers, two of a rank yield the same items"),
         (shard_by_worker, "the rank makes no difference"),
+        (shard_for_two_ranks, "but not on 3"),
         (shard_cut_even, "with 0 workers a rank, nobody yields the items [12]"),
     ],
     "replicas_equal": [

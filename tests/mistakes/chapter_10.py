@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import torch
 from torch.nn.utils import clip_grad_norm_
 
 
@@ -93,21 +94,34 @@ def forgets_update(net, optimizer, scaler, parts, loss_of, limit):
     scaler.step(optimizer)
 
 
+def never_scales(net, optimizer, scaler, parts, loss_of, limit):
+    accumulate(net, torch.amp.GradScaler("cpu", enabled=False), parts, loss_of)
+    clip_grad_norm_(net.parameters(), limit)
+    optimizer.step()
+
+
+def takes_two_parts_for_granted(net, optimizer, scaler, parts, loss_of, limit):
+    accumulate(net, scaler, parts, lambda net, part: loss_of(net, part) / 2, share=False)
+    finish(net, optimizer, scaler, limit)
+
+
 MISTAKES = {
     "bytes_a_weight": [
-        (forgets_the_buckets, "buckets are missing"),
-        (divides_it_all, "make 16 bytes"),
-        (divides_ddp_beyond_two, "holds whole"),
-        (divides_the_gradients_of_zero, "nothing else"),
-        (keeps_the_weights_of_fsdp_whole, "FSDP2 holds a share"),
+        (forgets_the_buckets, "something that plain DDP holds"),
+        (divides_it_all, "another number of bytes"),
+        (divides_ddp_beyond_two, "it changes with the ranks"),
+        (divides_the_gradients_of_zero, "ZeRO divides less"),
+        (keeps_the_weights_of_fsdp_whole, "FSDP2 divides less"),
     ],
     "clipped_step": [
         (clips_the_scaled_gradient, "the scaled one was measured"),
         (clips_each_part, "another direction"),
-        (reduces_each_part, "once is enough"),
+        (reduces_each_part, "reduced 2 times"),
         (reduces_no_part, "never reduced"),
         (sums_the_parts, "a sum over the parts"),
         (clips_nothing, "nothing was clipped"),
+        (never_scales, "is not scaled"),
+        (takes_two_parts_for_granted, "but not for 3"),
         (forgets_update, "called after step()"),
     ],
 }
