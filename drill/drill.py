@@ -21,7 +21,7 @@ from pathlib import Path
 from faults import why_no_small_disk
 from launchers import SCRIPT, why_no_slurm
 from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw
-from report import summary, table, tail, write_markdown
+from report import around_marks, summary, table, tail, write_markdown
 from rounds import WRONG, Job, Played
 
 
@@ -72,6 +72,11 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.rounds < 1 or args.jobs < 1:
         parser.error("--rounds and --jobs must be at least 1")
+    try:  # now, and not when all rounds have been played
+        if args.markdown:
+            around_marks(args.markdown)
+    except (OSError, ValueError) as error:
+        parser.error(f"--markdown: {error}")
     return args
 
 

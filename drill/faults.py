@@ -34,12 +34,14 @@ def strike(plan: Plan, running: Running, folder: Path, checkpoints: Path) -> Non
     if plan.fault == "full disk":
         fill(checkpoints, free=int(plan.share * CHECKPOINT))
     if plan.fault not in SIGNALS:
-        put(folder / STRUCK, f"the drill's own on rank {plan.rank}" * (plan.fault == "exception"))
+        own = f"the drill's own on rank {plan.rank}"
+        put(folder / STRUCK, own if plan.fault == "exception" else "")
         return
     if plan.delay:
         put(folder / STRUCK, "")
         time.sleep(plan.delay)
-    with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it was quicker than the delay
+    with suppress(psutil.NoSuchProcess, ProcessLookupError, subprocess.CalledProcessError):
+        # It may have been quicker than the delay.
         send(SIGNALS[plan.fault], plan, running, rank)
         if plan.fault == "pause":
             time.sleep(plan.share * TIMEOUT / 3)
@@ -61,6 +63,7 @@ def send(number: signal.Signals, plan: Plan, running: Running, rank: psutil.Proc
 
 
 def slurm(*command: str) -> None:
+    """Run a command of Slurm; CalledProcessError where it fails."""
     environment = clean_environment() | slurm_environment()
     subprocess.run(command, env=environment, timeout=30, check=True, capture_output=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 from ddp_ref import Checkpoint, Handler, TrainerDDP, checkpoint
 
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
+PATIENCE = 60  # seconds, with the drill
 REACHED, STRUCK = Path("reached"), Path("struck")  # in the folder of the round, the job's own
 WRITING = checkpoint, "_check_readable"  # rank 0: the new file is there, under another name
 PLACES: dict[str, tuple[Any, str]] = {
@@ -62,7 +63,10 @@ def wait_before(owner: Any, name: str, nth: int) -> None:
 def wait() -> None:
     """Say that the moment is there and wait until the drill has struck; raise if it says so."""
     put(REACHED, str(os.getpid()))
+    deadline = time.monotonic() + PATIENCE
     while not STRUCK.exists():
+        if time.monotonic() > deadline:  # it was killed: nobody else would end this rank
+            raise TimeoutError("the drill has not struck")
         time.sleep(0.01)
     if error := STRUCK.read_text(encoding="utf-8"):
         raise RuntimeError(error)

@@ -21,7 +21,8 @@ DAMAGES = ("truncate", "flip")
 TO_ALL = ("interrupt", "terminate")  # whose signal may go to the whole job
 AT_ANY_TIME = ("kill", "pause", "truncate", "flip", *TO_ALL)  # that need no rank that waits
 EPOCHS, STEPS = 6, 23  # of the unbroken run; STEPS are of an epoch
-PLACES = ("start-up", "load", "step", "validation", "epoch's end", "save")
+IN_TRAINING = ("step", "validation", "epoch's end", "save")
+PLACES = ("start-up", "load", *IN_TRAINING)
 BY_DESIGN = ("load", "save")  # where a stopped rank is waited for, as one that is slow: on_rank
 
 
@@ -49,8 +50,13 @@ class Plan:
         """Return the launcher with its option, as the table has it."""
         return f"{self.launcher} --max-restarts={self.restarts}" if self.restarts else self.launcher
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether it is a signal that finds all ranks in Handler.train, which saves and leaves."""
+        return self.fault == "terminate" and not self.delay and self.place in IN_TRAINING
+
     def __str__(self) -> str:
-        nth = f" {self.nth}" if self.place in ("step", "validation", "epoch's end", "save") else ""
+        nth = f" {self.nth}" if self.place in IN_TRAINING else ""
         whom = f"all as rank {self.rank} is" if self.to_all else f"rank {self.rank}"
         late = f" + {self.delay:.2f} s" if self.delay else ""
         return f"{self.how} | {self.fault} | {whom} at {self.place}{nth}{late}"
@@ -69,7 +75,7 @@ def draw(seed: int, number: int, pairs: Pairs) -> Plan:
 def _draw(chance: random.Random, number: int) -> Plan:
     launcher, fault = chance.choice(LAUNCHERS), chance.choice(list(FAULTS))
     # What is damaged must not be the only checkpoint: the drill begins with the third epoch.
-    places, first = (PLACES[2:], 3) if fault in DAMAGES else (PLACES, 1)
+    places, first = (IN_TRAINING, 3) if fault in DAMAGES else (PLACES, 1)
     place, epoch = chance.choice(places), chance.randint(first, EPOCHS)
     nth = {"start-up": 1, "load": 1, "step": (epoch - 1) * STEPS + chance.randint(1, STEPS)}
     return Plan(

@@ -53,14 +53,20 @@ def tail(played: Played) -> str:
     return "\n".join(f"    {line}" for line in [reason, *text[-TAIL:]])
 
 
-def write_markdown(path: Path, rounds: Sequence[Played], command: str) -> None:
-    """Put the table between the marks in `path`, and what it was made with."""
+def around_marks(path: Path) -> tuple[str, str]:
+    """Return the text before and after the part of `path` that the drill writes."""
     head, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{path} lacks the line {BEGIN if not begin else END}")
+        raise ValueError(f"{path} lacks the line {END if begin else BEGIN}")
+    return head, tail
+
+
+def write_markdown(path: Path, rounds: Sequence[Played], command: str) -> None:
+    """Put the table between the marks in `path`, and what it was made with."""
+    head, tail = around_marks(path)
     text = f"`{command}`\non {machine()}\n\n{summary(rounds)}.\n\n{table(rounds)}"
-    path.write_text(f"{head}{begin}\n{text}\n{end}{tail}", encoding="utf-8")
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
 
 
 def machine() -> str:

@@ -2,12 +2,14 @@
 
 import json
 import re
+import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from faults import FILLER, damage, slurm, small_disk, strike
 from harness import Result, Running
@@ -28,7 +30,7 @@ LOST = "died or left|losed by peer|reset by peer|Broken pipe"  # what the others
 CAUSES = {
     "kill": f"SIGKILL|Killed|{LOST}",
     "stop": "[Tt]imed out|[Tt]imeout",
-    "pause": "never",
+    "pause": "(?!)",  # it must go on
     "interrupt": f"SIGINT|KeyboardInterrupt|nterrupt|{LOST}",
     "terminate": f"ended by a signal at step|SIGTERM|Terminated|got signal: 15|{LOST}",
     "exception": "RuntimeError: the drill's own on rank",
@@ -83,8 +85,8 @@ class Job:
         try:
             with disk as checkpoints:
                 outcome = self._play(plan, folder, checkpoints)
-        except AssertionError as error:
-            outcome, detail = WRONG, str(error)
+        except (AssertionError, OSError, psutil.Error, subprocess.SubprocessError) as error:
+            outcome, detail = WRONG, str(error) or repr(error)
         finally:
             if plan.launcher == "srun":  # the death of srun alone does not tell Slurm
                 slurm("scancel", f"--name={_job_name(folder)}")
@@ -170,6 +172,8 @@ def _check_clear(plan: Plan, broken: Result, whole: set[str]) -> None:
     """What was written names the cause and says the truth, and nothing has crashed."""
     text = broken.stderr + broken.stdout
     cause = CAUSES["kill" if plan.fault in DAMAGES else plan.fault]
+    if plan.is_answered:
+        cause = "ended by a signal at step"
     if not re.search(cause, text) or re.search(CRASH, text):
         raise Wrong(f"exit code {broken.code} without a clear error\n{text}")
     for step in re.findall(r"ended by a signal at step (\d+)", text):
