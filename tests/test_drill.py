@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from harness import ROOT, SCRIPTS, run
 
 DRILL = ROOT / "drill" / "drill.py"
@@ -21,6 +22,7 @@ def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
     assert many.splitlines()[:3] == few.splitlines() and many.splitlines()[29] == one.strip()
 
 
+@pytest.mark.full
 def test_rounds_end_right_and_the_table_tells(tmp_path):
     """A checkpoint that is damaged after a kill, and an exception."""
     page = tmp_path / "page.md"
