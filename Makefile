@@ -3,8 +3,8 @@
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
-ROUNDS ?= 10
-SEED ?= 0
+ROUNDS ?= 8
+SEED ?= 61
 SRUN_ARGS ?=
 PIP_ARGS ?=
 

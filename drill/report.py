@@ -65,7 +65,10 @@ def around_marks(path: Path) -> tuple[str, str]:
 def write_markdown(path: Path, rounds: Sequence[Played], command: str) -> None:
     """Put the table between the marks in `path`, and what it was made with."""
     head, tail = around_marks(path)
-    text = f"`{command}`\non {machine()}\n\n{summary(rounds)}.\n\n{table(rounds)}"
+    drawn = {played.plan.fault for played in rounds}
+    missed = ", ".join(fault for fault in FAULTS if fault not in drawn)
+    found = f"{summary(rounds)}." + (f" Not drawn: {missed}." if missed else "")
+    text = f"`{command}`\non {machine()}\n\n{found}\n\n{table(rounds)}"
     path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
 
 
