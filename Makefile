@@ -3,6 +3,8 @@
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
+ROUNDS ?= 8
+SEED ?= 61
 SRUN_ARGS ?=
 PIP_ARGS ?=
 
@@ -13,7 +15,7 @@ CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-notebooks test-site test-slurm lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-notebooks test-site test-slurm drill lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -76,6 +78,9 @@ test-site: $(READY)  ## load every page of the site in a browser: needs Chromium
 
 test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 12 minutes
 	$(BIN)/python -m pytest -m slurm -n 3 $(ARGS)
+
+drill: $(READY)  ## break a job ROUNDS times, drawn from SEED, and see it end right; srun after slurm-up
+	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)
 
 lint: $(READY)  ## check format, lint and types
 	$(BIN)/ruff format --check .

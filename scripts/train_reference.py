@@ -37,6 +37,14 @@ def train(rank, config):
     cleanup_ddp()
 
 
+def train_spawned(rank, config):
+    """As `train`; mp.spawn takes a rank that was interrupted for one that has ended well."""
+    try:
+        train(rank, config)
+    except KeyboardInterrupt:
+        sys.exit(f"error: rank {rank} was interrupted")
+
+
 def spawn(nproc, config):
     """Start `nproc` ranks on this host, which meet at a free port."""
     if nproc < 1:
@@ -45,7 +53,7 @@ def spawn(nproc, config):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config["parallel"] |= {"world_size": nproc, "master_addr": "127.0.0.1", "master_port": port}
-    ranks = mp.spawn(train, args=(config,), nprocs=nproc, join=False)
+    ranks = mp.spawn(train_spawned, args=(config,), nprocs=nproc, join=False)
 
     def forward(number, frame):
         """Hand a signal on to the ranks, which save and exit with 143."""
@@ -67,9 +75,7 @@ def spawn(nproc, config):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", required=True, help="a YAML file, scripts/configs/digits.yaml")
-    parser.add_argument(
-        "--nproc", type=int, help="processes to start here; without, the launcher's"
-    )
+    parser.add_argument("--nproc", type=int, help="processes to start here, else the launcher's")
     parser.add_argument(
         "--set", nargs="+", action="extend", default=[], help="KEY=VALUE: training.batch_size=64"
     )

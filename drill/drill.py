@@ -1,0 +1,132 @@
+"""Break the reference job in random ways, and see that each time it ends right.
+
+python drill/drill.py --rounds 20 --seed 7 [--launchers spawn torchrun srun] [--only 12]
+
+A round starts scripts/train_reference.py on two ranks, strikes at a moment, and waits for the end:
+no hang, no process left, no checkpoint lost, and an error that names its cause, unless it could go
+on. Then the same line again must resume from the newest whole checkpoint. Either way the weights
+must be those of an unbroken run, bit for bit.
+"""
+
+import argparse
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+
+from faults import why_no_small_disk
+from launchers import SCRIPT, why_no_slurm
+from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw
+from report import around_marks, summary, table, tail, write_markdown
+from rounds import WRONG, Job, Played
+
+
+def main() -> None:
+    args = parse()
+    # A shell's background job would leave Ctrl-C ignored, in the job as well.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays mounted
+    with tempfile.TemporaryDirectory(prefix="drill-") as name:
+        folder = Path(name)
+        pairs = possible(args.launchers, args.faults, folder)
+        numbers = range(1, args.rounds + 1) if args.only is None else [args.only]
+        plans = [draw(args.seed, number, pairs) for number in numbers]
+        if args.plan:
+            print(*(f"round {plan.number} | {plan}" for plan in plans), sep="\n")
+            return
+        rounds: list[Played] = []
+        try:
+            for played in play_all(Job(args.script.resolve(), folder), plans, args.jobs):
+                rounds.append(played)
+                print(played, flush=True)
+                if played.outcome == WRONG:
+                    print(f"{tail(played)}\n    repeat it: {again(args, played)}", flush=True)
+        except KeyboardInterrupt:
+            print("interrupted: what follows is of the rounds so far")
+    print(f"\n{table(rounds)}\n\n{summary(rounds)}; the seed is {args.seed}")
+    wrong = [played for played in rounds if played.outcome == WRONG]
+    for played in wrong:
+        print(f"{WRONG}: {again(args, played)}")
+    if args.markdown:
+        write_markdown(args.markdown, rounds, f"{command(args)} --rounds {len(rounds)}")
+    sys.exit(bool(wrong))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="how many (20)")
+    parser.add_argument("--seed", type=int, default=0, help="what they are drawn from (0)")
+    parser.add_argument("--only", type=int, metavar="N", help="play round N alone")
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--jobs", type=int, default=1, help="rounds at a time (1)")
+    parser.add_argument("--plan", action="store_true", help="print the rounds, play none")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there as well")
+    parser.add_argument("--script", type=Path, default=SCRIPT, help="a script with the same flags")
+    args = parser.parse_args()
+    if args.rounds < 1 or args.jobs < 1:
+        parser.error("--rounds and --jobs must be at least 1")
+    try:  # now, and not when all rounds have been played
+        if args.markdown:
+            around_marks(args.markdown)
+    except (OSError, ValueError) as error:
+        parser.error(f"--markdown: {error}")
+    return args
+
+
+def possible(launchers: Sequence[str], faults: Sequence[str], folder: Path) -> Pairs:
+    """Return the launchers and faults that go together here; say of the others why not."""
+    pairs = set(product(launchers, faults))
+    if "srun" in launchers and (reason := why_no_slurm()):
+        print(f"left out: srun: {reason}", flush=True)
+        pairs -= {("srun", fault) for fault in faults}
+    for launcher, fault in sorted(pairs):
+        if fault == "full disk" and (reason := why_no_small_disk(launcher, folder / "disk")):
+            print(f"left out: full disk under {launcher}: {reason}", flush=True)
+            pairs.remove((launcher, fault))
+    if not pairs:
+        sys.exit("error: nothing is left to play")
+    return pairs
+
+
+def play_all(job: Job, plans: Sequence[Plan], at_a_time: int) -> Iterator[Played]:
+    """Yield how each round ended, in their order."""
+    try:
+        job.run_unbroken(sorted({plan.launcher for plan in plans}))
+    except AssertionError as error:
+        sys.exit(f"error: {error}")
+    if at_a_time == 1:
+        yield from map(job.play, plans)
+        return
+    pool = ThreadPoolExecutor(at_a_time)
+    try:
+        yield from pool.map(job.play, plans)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def command(args: argparse.Namespace) -> str:
+    """Return the line that draws these rounds again, but for their number."""
+    parts = ["python", "drill/drill.py", "--seed", str(args.seed)]
+    if args.launchers != LAUNCHERS:
+        parts += ["--launchers", *args.launchers]
+    if args.faults != list(FAULTS):
+        parts += ["--faults", *args.faults]
+    if args.script != SCRIPT:
+        parts += ["--script", str(args.script)]
+    return shlex.join(parts)
+
+
+def again(args: argparse.Namespace, played: Played) -> str:
+    """Return the line that repeats a round."""
+    return f"{command(args)} --only {played.plan.number}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Play a round: break the job, look at what is left, run the same line again, compare weights."""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from faults import FILLER, damage, slurm, small_disk, strike
+from harness import Result, Running
+from launchers import CHECKPOINTS, command, slurm_environment
+from moment import REACHED, VARIABLE
+from plan import DAMAGES, EPOCHS, STEPS, Plan
+
+from ddp_ref import checkpoint
+
+Weights = dict[str, torch.Tensor]
+Line = list[str | Path]  # a command
+Moment = dict[str, int | str | None]  # the rank None is none
+WENT_ON, RESUMED, BEGAN_ANEW, WRONG = "went on", "resumed", "began anew", "WRONG"
+PASSED_OVER = "taking the one before it"  # of a damaged checkpoint
+DEADLINE = 150  # seconds: a stopped rank costs patience, and 30 s of its launcher's
+KEEP = 3  # checkpoints, Checkpoint's default
+LOST = "died or left|losed by peer|reset by peer|Broken pipe"  # what the others see of a death
+CAUSES = {
+    "kill": f"SIGKILL|Killed|{LOST}",
+    "stop": "[Tt]imed out|[Tt]imeout",
+    "pause": "(?!)",  # it must go on
+    "interrupt": f"SIGINT|KeyboardInterrupt|nterrupt|{LOST}",
+    "terminate": f"ended by a signal at step|SIGTERM|Terminated|got signal: 15|{LOST}",
+    "exception": "RuntimeError: the drill's own on rank",
+    "full disk": "No space left on device",
+}
+CRASH = "terminate called|Fatal Python error|Segmentation fault|SIGSEGV|SIGABRT|core dumped"
+
+
+class Wrong(AssertionError):
+    """A round that did not end right, as harness's own errors are."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a round ended: right in one of a few ways, or wrong, with what shows it."""
+
+    plan: Plan
+    outcome: str  # WENT_ON, RESUMED, BEGAN_ANEW or WRONG
+    seconds: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"round {self.plan.number} | {self.plan} | {self.outcome} | {self.seconds:.0f} s"
+
+
+class Job:
+    """The script that is broken, and the weights at which it ends where nothing breaks it."""
+
+    def __init__(self, script: Path, folder: Path) -> None:
+        self.script, self.folder = script, folder
+        self.unbroken: Weights = {}
+
+    def run_unbroken(self, launchers: Sequence[str]) -> None:
+        """Run it once under each of `launchers`: all must end at the same weights."""
+        for launcher in launchers:
+            folder = self.folder / launcher
+            folder.mkdir()
+            ended = self._run(command(launcher), folder, {"rank": None})
+            if ended.code:
+                raise Wrong(f"the unbroken run failed under {launcher}:\n{ended.stderr}")
+            found = _final(folder / CHECKPOINTS)
+            self.unbroken = self.unbroken or found
+            _compare(found, self.unbroken, f"the unbroken run under {launcher}")
+
+    def play(self, plan: Plan) -> Played:
+        """Play a round in a folder of its own; what goes wrong is in what comes back."""
+        begun, detail = time.monotonic(), ""
+        folder = self.folder / f"round{plan.number}"
+        folder.mkdir()
+        home = folder / CHECKPOINTS
+        disk = small_disk(plan.launcher, home) if plan.fault == "full disk" else nullcontext(home)
+        try:
+            with disk as checkpoints:
+                outcome = self._play(plan, folder, checkpoints)
+        except (AssertionError, OSError, psutil.Error, subprocess.SubprocessError) as error:
+            outcome, detail = WRONG, str(error) or repr(error)
+        finally:
+            if plan.launcher == "srun":  # the death of srun alone does not tell Slurm
+                slurm("scancel", f"--name={_job_name(folder)}")
+        return Played(plan, outcome, time.monotonic() - begun, detail)
+
+    def _play(self, plan: Plan, folder: Path, checkpoints: Path) -> str:
+        line = command(plan.launcher, plan.restarts)
+        moment: Moment = {"rank": plan.rank, "place": plan.place, "nth": plan.nth}
+        broken = self._break(plan, line, folder, moment, checkpoints)
+        if broken.code == 0 and plan.fault not in DAMAGES:
+            _check_final(checkpoints, self.unbroken, broken)
+            return WENT_ON
+        (checkpoints / FILLER).unlink(missing_ok=True)
+        warned = plan.fault in DAMAGES and _damage(plan, checkpoints)
+        whole = _whole(checkpoints)
+        resumed = self._run(line, folder, moment)  # in the same place, where it waits no more
+        if resumed.code:
+            raise Wrong(f"the same line again failed with {resumed.code}\n{resumed.stderr}")
+        start = f"{max(whole)}: epoch " if whole else f"no checkpoint in {CHECKPOINTS}"
+        if start not in resumed.stderr or (PASSED_OVER in resumed.stderr) != warned:
+            raise Wrong(f"it was to begin with {start!r}, warned: {warned}\n{resumed.stderr}")
+        _check_final(checkpoints, self.unbroken, resumed)
+        return RESUMED if whole else BEGAN_ANEW
+
+    def _break(
+        self, plan: Plan, line: Line, folder: Path, moment: Moment, checkpoints: Path
+    ) -> Result:
+        """Run the job into its fault, and return what it said when no checkpoint was lost."""
+        with self._start(line, folder, moment) as running:
+            _wait_for_moment(running, folder)
+            before = _whole(checkpoints)
+            strike(plan, running, folder, checkpoints)
+            broken = running.wait(DEADLINE)
+        after = _whole(checkpoints)
+        _check_kept(before, after)
+        if broken.code:
+            _check_clear(plan, broken, after)
+        return broken
+
+    def _start(self, line: Line, folder: Path, moment: Moment) -> Running:
+        env = {VARIABLE: json.dumps(moment), "DRILL_SCRIPT": str(self.script)}
+        env |= slurm_environment() | {"SLURM_JOB_NAME": _job_name(folder)}
+        return Running(*line, cwd=folder, env=env)
+
+    def _run(self, line: Line, folder: Path, moment: Moment) -> Result:
+        with self._start(line, folder, moment) as running:
+            return running.wait(DEADLINE)
+
+
+def _wait_for_moment(running: Running, folder: Path) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not (folder / REACHED).exists():
+        if running.process.poll() is not None or time.monotonic() > deadline:
+            raise Wrong(f"the rank never came to the moment\n{running.text()}")
+        time.sleep(0.01)
+
+
+def _job_name(folder: Path) -> str:
+    """Return what Slurm calls the job in `folder`."""
+    return f"{folder.parent.name}-{folder.name}"
+
+
+def _whole(folder: Path) -> set[str]:
+    """Return the names of the checkpoints that can be read."""
+    found = set()
+    for path in checkpoint.numbered(folder):
+        try:
+            checkpoint.read(path)
+        except (OSError, checkpoint.DamagedCheckpoint):  # the job may just take it away
+            continue
+        found.add(path.name)
+    return found
+
+
+def _check_kept(before: set[str], after: set[str]) -> None:
+    """Of those that were there before the fault none is missing but for newer ones."""
+    newest = sorted(before | after)[-KEEP:]
+    if lost := set(newest) - after:
+        raise Wrong(f"lost {', '.join(sorted(lost))}, left are {sorted(after)}")
+
+
+def _check_clear(plan: Plan, broken: Result, whole: set[str]) -> None:
+    """What was written names the cause and says the truth, and nothing has crashed."""
+    text = broken.stderr + broken.stdout
+    cause = CAUSES["kill" if plan.fault in DAMAGES else plan.fault]
+    if plan.is_answered:
+        cause = "ended by a signal at step"
+    if not re.search(cause, text) or re.search(CRASH, text):
+        raise Wrong(f"exit code {broken.code} without a clear error\n{text}")
+    for step in re.findall(r"ended by a signal at step (\d+)", text):
+        if checkpoint.NAME.format(int(step)) not in whole:
+            raise Wrong(f"no checkpoint of step {step}, at which a signal was answered\n{text}")
+
+
+def _damage(plan: Plan, folder: Path) -> bool:
+    """Damage the newest checkpoint; return whether it is one no more: some bits say nothing."""
+    newest = checkpoint.numbered(folder)[-1]
+    good = checkpoint.read(newest)["model"]
+    damage(plan, newest)
+    try:
+        _compare(checkpoint.read(newest)["model"], good, "a damaged checkpoint that can be read")
+    except checkpoint.DamagedCheckpoint:
+        return True
+    return False
+
+
+def _final(folder: Path) -> Weights:
+    try:
+        return checkpoint.read(folder / checkpoint.NAME.format(EPOCHS * STEPS))["model"]
+    except (OSError, checkpoint.DamagedCheckpoint) as error:
+        raise Wrong(f"exit code 0, but the last checkpoint is missing: {error}") from error
+
+
+def _check_final(folder: Path, expected: Weights, ended: Result) -> None:
+    try:
+        _compare(_final(folder), expected, "the weights at the end")
+    except Wrong as error:
+        raise Wrong(f"{error}\n{ended.stderr}") from error
+
+
+def _compare(found: Weights, expected: Weights, what: str) -> None:
+    same = found.keys() == expected.keys()
+    if not same or not all(torch.equal(found[name], expected[name]) for name in expected):
+        raise Wrong(f"{what}: not equal to those of the unbroken run")
