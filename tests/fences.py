@@ -126,7 +126,8 @@ def run_console(example: Example) -> str | None:
 def difference(shown: str, printed: str) -> str | None:
     """Return how `printed` is not what is shown, where "..." is anything; None if it is."""
     shown, printed = tidy(shown), tidy(printed)
-    pattern = ".*".join(map(re.escape, shown.split("...")))
+    blocks = [".*".join(map(re.escape, block.split("..."))) for block in shown.split("\n...\n")]
+    pattern = r"\n(?:.*\n)?".join(blocks)  # a line of its own is any lines, or none
     if re.fullmatch(pattern, printed, re.DOTALL):
         return None
     return f"it prints:\n{printed}\n\nthe page shows:\n{shown}"

@@ -17,7 +17,7 @@ def double(number):
 ```python
 from folder.double import double
 
-print("a line")
+print("a line", "another", "one more", sep="\\n")
 print(double(2))
 ```
 
@@ -25,6 +25,9 @@ It prints:
 
 ```text
 a ...
+...
+one more
+...
 4
 ```
 
@@ -96,7 +99,7 @@ def test_what_is_listed_is_left_out(tmp_path):
     row = "| [a page](page.md) | `{}` | needs a GPU | `test_fences.py::test_no_end` |\n"
     text = "```console\n$ false\n```\n```python\nfirst = 1 / 0\n```\n```text\nnever\n```"
     run_page(*page(tmp_path, text, row.format("$ false") + row.format("first =")))
-    with pytest.raises(ValueError, match="not there: .'second'"):
+    with pytest.raises(ValueError, match=r"not there: {'second'}"):
         run_page(*page(tmp_path, text, row.format("second")))
 
 
