@@ -13,7 +13,7 @@ CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down notebooks lab test test-full test-docs test-notebooks test-slurm lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-docs test-notebooks test-site test-slurm lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -26,7 +26,7 @@ $(READY): pyproject.toml constraints.txt
 		f"error: Python 3.10 or later is needed, $(PYTHON) is {sys.version.split()[0]}: make setup PYTHON=python3.12")'
 	@echo "one-time setup: installing PyTorch and the tools into .venv, a few minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[course,notebooks,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[course,notebooks,docs,dev]'
 	@touch $(READY)
 
 run-single: $(READY)  ## train in one process
@@ -58,10 +58,10 @@ lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks $(ARGS)
 
 test: $(READY)  ## run all tests: real processes, no root needed, at most 10 minutes
-	$(BIN)/python -m pytest -m 'not full and not slurm and not exercises' $(ARGS)
+	$(BIN)/python -m pytest -m 'not full and not slurm and not exercises and not site' $(ARGS)
 
 test-full: $(READY)  ## run the long crosses as well
-	$(BIN)/python -m pytest -m 'not slurm and not exercises' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
 
 test-docs: $(READY)  ## run the code fences of the README and of docs/, and compare what they print
 	$(BIN)/python -m pytest README.md docs $(ARGS)
@@ -70,6 +70,12 @@ test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and th
 	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=600 --nbval-sanitize-with=notebooks/sanitize.cfg \
 		-p no:randomly --dist=loadfile notebooks $(ARGS)
 	$(BIN)/python -m pytest -m exercises $(ARGS)
+
+docs: $(READY)  ## build the site: build/site/index.html
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . build/site $(ARGS)
+
+test-site: $(READY)  ## load every page of the site in a browser: needs Chromium
+	$(BIN)/python -m pytest -m site -n 0 $(ARGS)
 
 test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 12 minutes
 	$(BIN)/python -m pytest -m slurm -n 3 $(ARGS)
@@ -84,5 +90,5 @@ format: $(READY)  ## format the code and mend what lint can
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove .venv, caches, checkpoint.pt, snapshot.pt and runs
-	rm -rf .venv runs .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt snapshot.pt *.egg-info
+	rm -rf .venv build runs .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt snapshot.pt *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

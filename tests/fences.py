@@ -4,7 +4,7 @@ A `python` fence runs in the page's own interpreter, and prints what the fence a
 that is `text`, or `console` without a command. The lines of a `console` fence that begin with "$ "
 are one session of bash, each followed by what it prints. A fence that begins with a file's name in
 a comment, `# train.py`, is that file. "..." stands for anything. What cannot run is a row of
-docs/not-executed.md.
+docs/not-executed.md. Directives of the site are left to its build.
 """
 
 import os
@@ -27,6 +27,7 @@ FILE_NAME = re.compile(r"# ([\w./-]+\.\w+)\n")
 ROW = re.compile(
     r"\| \[[^]]+\]\((?P<page>[^)]+)\) \| `(?P<begins>[^|]+)` \| [^|]+ \| (?P<test>.+) \|"
 )
+DIRECTIVES = ("{eval-rst}", "{literalinclude}")
 PROJECT = ("Makefile", "datautils.py", "notebooks", "scripts", "src")
 LIMIT = 120.0  # seconds for a fence
 
@@ -60,6 +61,8 @@ def parse(document: Document, left_out: list[str]) -> Iterator[Region]:
     unused, before = set(left_out), None
     for region in LEXER(document):
         language, source = region.lexemes["language"].strip(), region.lexemes["source"]
+        if language.startswith(DIRECTIVES):
+            continue
         listed = {start for start in left_out if source.startswith(start)}
         unused -= listed
         if is_output(region) and before is not None and not listed:

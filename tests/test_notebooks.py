@@ -11,6 +11,8 @@ import pytest
 from harness import ROOT, run
 from lesson.sources import changed_lines, find_hunks
 
+import ddp_ref
+
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(source.stem for source in FOLDER.glob("[0-9][0-9]_*.md"))
 LONG = {"07", "08"}  # the collections of failures
@@ -143,6 +145,12 @@ def test_the_script_is_included_and_run(number):
     assert re.search(
         rf'shell\(\s*f?"[^"]*scripts/{SCRIPTS[number]}', text_of(code_cells(name), "code")
     )
+
+
+def test_every_part_of_the_package_is_named():
+    text = text_of(executed(chapter("09")).cells, "markdown")
+    named = set(re.findall(r"`(\w+)", text))  # `Handler.train` names Handler
+    assert not set(ddp_ref.__all__) - named
 
 
 def test_outputs_that_are_not_compared():

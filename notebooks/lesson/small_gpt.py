@@ -1,4 +1,4 @@
-"""A small GPT, alike on all ranks, a batch of each rank's own, and its loss."""
+"""A small GPT, alike on all ranks, a batch of each rank's own, its loss; text in other orders."""
 
 import string
 from collections.abc import Callable
@@ -29,3 +29,17 @@ def loss_of(net: nn.Module, ids: Tensor) -> Tensor:
     """Return the mean loss of each next character in `ids`, (batch, length + 1)."""
     logits = net(ids[:, :-1])  # (batch, length, characters)
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def in_other_orders(text: str) -> dict[str, str]:
+    """Return `text`, and the same characters three times in another order, by name."""
+    generator = torch.Generator().manual_seed(0)
+    words = text.split(" ")
+    moved = [words[i] for i in torch.randperm(len(words), generator=generator)]
+    mixed = [text[i] for i in torch.randperm(len(text), generator=generator)]
+    return {
+        "as written": text,
+        "words shuffled": " ".join(moved),
+        "backwards": text[::-1],
+        "mixed": "".join(mixed),
+    }

@@ -5,10 +5,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import matplotlib.pyplot as plt
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from .buckets import note_and_reduce
 from .timing import fastest
 
 
@@ -31,6 +34,31 @@ def step_seconds(
         optimizer.step()
 
     return fastest(step, 200)
+
+
+def rank_cost(
+    model: nn.Module, inputs: Tensor, targets: Tensor
+) -> tuple[float, float, dict[int, int]]:
+    """Return the seconds of a step on this rank, without the all-reduce and with it, and bytes.
+
+    The bytes of gradients that DDP reduces in a step, by batch size: that of `inputs`, and 3.
+    Collective: all ranks call it.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    replica = DDP(model)
+    alone = step_seconds(replica, inputs, targets, replica.no_sync)
+    together = step_seconds(replica, inputs, targets)
+    sizes: list[int] = []
+    replica.register_comm_hook(  # after the timing: it costs time itself
+        lambda bucket: sizes.append(bucket.buffer().nbytes), note_and_reduce
+    )
+    sent = {}
+    for batch in (len(inputs), 3):
+        sizes.clear()
+        F.cross_entropy(replica(inputs[:batch]), targets[:batch]).backward()
+        sent[batch] = sum(sizes)
+    return alone, together, sent
 
 
 def draw_step_cost(seconds: dict[str, float]) -> Figure:

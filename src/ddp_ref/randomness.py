@@ -12,7 +12,7 @@ import torch
 
 
 def seed_everything(seed: int, *parts: int) -> None:
-    """Seed torch, CUDA, random and, where it is loaded, numpy from (seed, *parts).
+    """Seed torch, CUDA, random and, where it is loaded, numpy from `(seed, *parts)`.
 
     `seed_everything(seed)` is the same on every rank, `seed_everything(seed, rank)` gives each rank
     its own dropout, `seed_everything(seed, epoch, index)` each sample its own augmentation.
@@ -24,7 +24,7 @@ def seed_everything(seed: int, *parts: int) -> None:
 
 
 def seed_host(seed: int, *parts: int) -> None:
-    """Seed torch's CPU generator, random and, where it is loaded, numpy from (seed, *parts)."""
+    """Seed torch's CPU generator, random and, where it is loaded, numpy from `(seed, *parts)`."""
     number = seed_from(seed, *parts)
     torch.default_generator.manual_seed(number)  # torch.manual_seed takes 100 times as long
     random.seed(number)

@@ -26,6 +26,22 @@ def counting_padding(outputs, targets):
     return total * dist.get_world_size() / count
 
 
+def from_own_mean(outputs, targets):
+    own = (targets != -100).sum()
+    count = own.clone()
+    dist.all_reduce(count)
+    return F.cross_entropy(outputs, targets) * own * dist.get_world_size() / count  # nan * 0 is nan
+
+
+def own_mean_for_the_others(outputs, targets):
+    """Leave out a rank that has no targets, and the mean is over the others' world size."""
+    own = (targets != -100).sum()
+    ranks, count = (own > 0).long(), own.clone()
+    dist.all_reduce(ranks)
+    dist.all_reduce(count)
+    return F.cross_entropy(outputs, targets, reduction="sum") * ranks / count
+
+
 def detached(outputs, targets):
     return mean_of_means(outputs, targets).item()
 
@@ -36,6 +52,8 @@ MISTAKES = {
         (without_world_size, "is half of what it should be"),
         (summed, "half the gradient of a sum"),
         (counting_padding, "targets of -100 were counted"),
+        (from_own_mean, "then its loss is NaN"),
+        (own_mean_for_the_others, "then the gradient is another one"),
         (detached, "no loss that backward can start from"),
     ],
 }

@@ -1,0 +1,69 @@
+"""The site: `make docs` builds it from the repository's root, so links work here as on GitHub."""
+
+project = "DDP, step by step"
+author = "the DDP course"
+root_doc = "README"
+html_title = project
+language = "en"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**.md", "notebooks/*.ipynb"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+
+nb_execution_mode = "off"  # the committed outputs, which `make test-notebooks` compares
+myst_heading_anchors = 3
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", ".*")
+]  # types of torch and of Python: no page of theirs is fetched
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+default_role = "code"  # docstrings quote names with single backticks
+
+html_theme = "furo"
+html_favicon = "favicon.svg"
+html_extra_path = ["index.html"]  # leads to README.html
+copybutton_prompt_text = "$ "
+
+# GitHub shows the README as it is; on the site it holds the order of all pages.
+CONTENTS = """
+
+```{toctree}
+:hidden:
+:caption: The notebooks
+:glob:
+
+notebooks/*
+```
+
+```{toctree}
+:hidden:
+:caption: How to
+:glob:
+
+docs/how-to/*
+docs/slurm
+```
+
+```{toctree}
+:hidden:
+:caption: To look up
+
+docs/troubleshooting
+docs/reference
+docs/platforms
+docs/differences
+docs/not-executed
+CONTRIBUTING
+```
+"""
+
+
+def add_contents(app, docname, source):
+    if docname == root_doc:
+        source[0] += CONTENTS
+
+
+def setup(app):
+    app.connect("source-read", add_contents)

@@ -1,0 +1,116 @@
+"""The site in a real browser: no error on the console, no missing image, nothing too wide."""
+
+import re
+import shutil
+import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+from harness import ROOT, run
+from playwright.sync_api import sync_playwright
+
+import ddp_ref
+
+pytestmark = pytest.mark.site
+SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}  # pixels of a laptop and of a telephone
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Say nothing of what was asked for."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Build the site, warnings being errors, and serve it; return its pages and its address."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["-W", "--keep-going", "-q", "-c", ROOT / "docs", "-b", "html"]
+    built = run(sys.executable, "-m", "sphinx", *options, ROOT, folder / "html", cwd=folder)
+    assert built.code == 0, built.stderr
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "html"))
+    Thread(target=server.serve_forever, daemon=True).start()
+    pages = [page.relative_to(folder / "html") for page in (folder / "html").rglob("*.html")]
+    yield (
+        sorted(str(page) for page in pages if page.name != "index.html"),
+        f"http://127.0.0.1:{server.server_port}",
+    )
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def browser():
+    with sync_playwright() as playwright:
+        found = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+def test_all_notebooks_and_pages_are_there(site):
+    pages, _ = site
+    sources = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), ROOT / "README.md"]
+    wanted = {str(source.relative_to(ROOT).with_suffix(".html")) for source in sources}
+    assert wanted <= set(pages)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("screen", SCREENS)
+def test_every_page_loads_whole(site, browser, screen, scheme):
+    pages, address = site
+    width, height = SCREENS[screen]
+    size = {"width": width, "height": height}
+    context = browser.new_context(viewport=size, color_scheme=scheme)
+    page, wrong = context.new_page(), []
+    page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("requestfailed", lambda request: wrong.extend(failure(request)))
+    found = []
+    for name in pages:
+        wrong.clear()
+        page.goto(f"{address}/{name}", wait_until="load")
+        found += [f"{name}: {text}" for text in [*wrong, *page.evaluate(LOOK)]]
+    context.close()
+    assert found == []
+
+
+def failure(request):
+    """Return what failed; a request that the next page has cut off did not."""
+    return [] if "ERR_ABORTED" in request.failure else [f"{request.failure}: {request.url}"]
+
+
+LOOK = """() => {
+  const root = document.documentElement, found = [];
+  for (const image of document.images) {
+    image.loading = "eager";
+    if (image.complete && image.naturalWidth === 0) found.push("missing image: " + image.src);
+    if (!image.alt) found.push("image without a text: " + image.src.slice(0, 80));
+  }
+  if (root.scrollWidth > root.clientWidth)
+    found.push(`wider than the screen: ${root.scrollWidth} pixels of ${root.clientWidth}`);
+  return found;
+}"""
+
+
+def test_a_diff_can_be_read_in_the_dark(site, browser):
+    """Its colors let the page's own background through, so that the text keeps its contrast."""
+    _, address = site
+    context = browser.new_context(color_scheme="dark")
+    page = context.new_page()
+    page.goto(f"{address}/notebooks/02_spawn.html")
+    table = page.locator("table", has_text="Hunk 1").first
+    cell = table.locator("td", has_text="import torch.distributed").first
+    color, background = cell.evaluate(
+        "cell => [getComputedStyle(cell).color, getComputedStyle(cell).backgroundColor]"
+    )
+    assert background.startswith("rgba(46, 160, 67")
+    assert sum(int(part) for part in color.removeprefix("rgb(").rstrip(")").split(",")) > 450
+    context.close()
+
+
+def test_the_reference_names_every_export():
+    text = (ROOT / "docs" / "reference.md").read_text()
+    named = re.findall(r"^\.\. auto\w+:: ddp_ref\.(\w+)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(ddp_ref.__all__)
