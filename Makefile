@@ -15,7 +15,7 @@ CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-notebooks test-site test-slurm drill lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-docs test-notebooks test-site test-slurm drill lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -64,6 +64,9 @@ test: $(READY)  ## run all tests: real processes, no root needed, at most 10 min
 
 test-full: $(READY)  ## run the long crosses as well
 	$(BIN)/python -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
+
+test-docs: $(READY)  ## run the code fences of the README and of docs/, and compare what they print
+	$(BIN)/python -m pytest README.md docs $(ARGS)
 
 test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints; 05 after slurm-up
 	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=240 \

@@ -39,11 +39,22 @@ notebooks/*
 
 ```{toctree}
 :hidden:
-:caption: Doing it
+:caption: How to
+:glob:
 
+docs/how-to/*
 docs/slurm
+```
+
+```{toctree}
+:hidden:
+:caption: To look up
+
+docs/troubleshooting
 docs/reference
+docs/platforms
 docs/differences
+docs/not-executed
 CONTRIBUTING
 ```
 """

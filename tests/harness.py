@@ -33,7 +33,13 @@ class Running:
     Standard output and error go to files, so that a test can read them while the command runs.
     """
 
-    def __init__(self, *command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *command: str | Path,
+        cwd: Path,
+        env: dict[str, str] | None = None,
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.out, self.err = cwd / f"{self.mark}.out", cwd / f"{self.mark}.err"
         with self.out.open("wb") as out, self.err.open("wb") as err:
@@ -41,7 +47,7 @@ class Running:
                 [str(part) for part in command],
                 cwd=cwd,
                 env=clean_environment() | {MARK: self.mark} | (env or {}),
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,

@@ -1,0 +1,127 @@
+"""What runs the fences of the pages can fail: each way of being wrong is an error."""
+
+import re
+
+import pytest
+from fences import NOT_EXECUTED, SybilFailure, not_executed, pages, run_page
+from harness import ROOT
+from test_differences import functions_in
+
+RIGHT = """
+```python
+# folder/double.py
+def double(number):
+    return 2 * number
+```
+
+```python
+from folder.double import double
+
+print("a line", "another", "one more", sep="\\n")
+print(double(2))
+```
+
+It prints:
+
+```text
+a ...
+...
+one more
+...
+4
+```
+
+```console
+$ python -c 'from folder.double import double; print(double(3))'
+6
+$ cd folder
+$ ls double.py; exit=1
+double.py
+$ python -c 'raise ValueError("no number")'
+Traceback...
+ValueError: no number
+```
+
+```python
+print("from the namespace:", double(4))
+```
+
+```console
+from the namespace: 8
+```
+"""
+WRONG = {
+    "another output": ("```python\nprint(1)\n```\n```text\n2\n```", "it prints:\n1\n\nthe page"),
+    "an output that is not shown": ("```python\nprint(1)\n```", "the page shows:\n$"),
+    "no output": ("```python\nx = 1\n```\n```text\n1\n```", "the page shows:\n1"),
+    "more than is shown": ("```console\n$ echo a; echo b\na\n```", r"\$ echo a; echo b\nit prints"),
+    "an error": ("```python\n\n1 / 0\n```", 'page_1.py", line 3(.|\n)*ZeroDivisionError'),
+    "an exit code": ("```console\n$ false\n```", "exit code 1"),
+    "an exit": ("```console\n$ exit\n$ echo 1\n1\n```", "session ended"),
+    "an end of the interpreter": ("```python\nimport os\nos._exit(3)\n```", "not in"),
+    "another language": ("```yaml\na: 1\n```", "'yaml' cannot be run: list it in not-executed.md"),
+    "an output of nothing": ("```text\n1\n```", "no python fence before it prints this"),
+}
+
+
+def page(folder, text, rows=""):
+    """Write a page, and a table of what is not executed of it."""
+    table = folder / "table.md"
+    table.write_text(rows)
+    path = folder / "page.md"
+    path.write_text(text)
+    return path, table
+
+
+def test_a_page_that_is_right(tmp_path):
+    run_page(*page(tmp_path, RIGHT))
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_page_that_is_wrong(tmp_path, kind):
+    text, message = WRONG[kind]
+    with pytest.raises((SybilFailure, AssertionError), match=message):
+        run_page(*page(tmp_path, text))
+
+
+def test_no_end(tmp_path):
+    for text in ("```python\nwhile True:\n    pass\n```", "```console\n$ sleep 60\n```"):
+        with pytest.raises(AssertionError, match=r"not in|no end within"):
+            run_page(*page(tmp_path, text), limit=2.0)
+
+
+def test_a_process_left_behind(tmp_path):
+    with pytest.raises(AssertionError, match="processes left behind"):
+        run_page(*page(tmp_path, "```console\n$ sleep 60 > /dev/null 2>&1 &\n```"))
+
+
+def test_what_is_listed_is_left_out(tmp_path):
+    row = "| [a page](page.md) | `{}` | needs a GPU | `test_fences.py::test_no_end` |\n"
+    text = "```console\n$ false\n```\n```python\nfirst = 1 / 0\n```\n```text\nnever\n```"
+    run_page(*page(tmp_path, text, row.format("$ false") + row.format("first =")))
+    with pytest.raises(ValueError, match=r"not there: {'second'}"):
+        run_page(*page(tmp_path, text, row.format("second")))
+
+
+def test_every_row_is_read_and_names_a_page_and_tests():
+    rows = not_executed()
+    lines = [line for line in NOT_EXECUTED.read_text().splitlines() if line.startswith("| [")]
+    assert len(rows) == len(lines) > 0
+    for path, begins, test in rows:
+        assert path in pages(), path
+        names = re.findall(r"`(test_\w+\.py)::(test_\w+)`", test)
+        assert names, begins
+        for file, name in names:
+            assert name in functions_in(file), (file, name)
+
+
+def test_links_lead_to_files():
+    for path in pages():
+        linked = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text())
+        inside = [link for link in linked if not link.startswith("http")]
+        assert [link for link in inside if not (path.parent / link).exists()] == [], path
+
+
+def test_a_page_for_each_task():
+    linked = set(re.findall(r"\]\((docs/how-to/[\w-]+\.md)\)", (ROOT / "README.md").read_text()))
+    assert linked == {f"docs/how-to/{path.name}" for path in (ROOT / "docs/how-to").glob("*.md")}
