@@ -13,9 +13,8 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 nb_execution_mode = "off"  # the committed outputs, which `make test-notebooks` compares
 myst_heading_anchors = 3
 nitpicky = True
-nitpick_ignore_regex = [
-    ("py:.*", ".*")
-]  # types of torch and of Python: no page of theirs is fetched
+# Types of torch and of Python: no page of theirs is fetched.
+nitpick_ignore_regex = [("py:.*", ".*")]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -54,6 +53,7 @@ docs/troubleshooting
 docs/reference
 docs/platforms
 docs/differences
+docs/fault-drill
 docs/not-executed
 CONTRIBUTING
 ```
