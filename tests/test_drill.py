@@ -39,6 +39,7 @@ def test_rounds_end_right_and_the_table_tells(tmp_path):
     assert "old" not in page.read_text()
 
 
+@pytest.mark.full
 def test_a_job_that_does_not_resume_is_found(tmp_path):
     script = tmp_path / "forgets.py"
     text = (SCRIPTS / "train_reference.py").read_text()
