@@ -59,7 +59,7 @@ notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
-test: $(READY)  ## run all tests: real processes, no root needed, at most 10 minutes
+test: $(READY)  ## run all tests: real processes, no root needed, about 10 minutes
 	$(BIN)/python -m pytest -m 'not full and not slurm and not exercises and not site' $(ARGS)
 
 test-full: $(READY)  ## run the long crosses as well

@@ -52,7 +52,7 @@ def assert_same(snapshot, unbroken):
     [
         ("multigpu_torchrun.py", 0),
         pytest.param("multigpu_torchrun.py", 1, marks=pytest.mark.full),
-        ("multinode_slurm.py", 1),
+        pytest.param("multinode_slurm.py", 1, marks=pytest.mark.full),
     ],
 )
 def test_killed_rank_is_restarted(tmp_path, unbroken, script, rank):
