@@ -5,6 +5,7 @@ NPROC ?= 2
 ARGS ?=
 ROUNDS ?= 8
 SEED ?= 61
+SITE ?= build/site
 SRUN_ARGS ?=
 PIP_ARGS ?=
 
@@ -74,7 +75,7 @@ test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and th
 	$(BIN)/python -m pytest -m exercises $(ARGS)
 
 docs: $(READY)  ## build the site: build/site/index.html
-	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . build/site $(ARGS)
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . $(SITE) $(ARGS)
 
 test-site: $(READY)  ## load every page of the site in a browser: needs Chromium
 	$(BIN)/python -m pytest -m site -n 0 $(ARGS)

@@ -26,4 +26,5 @@ class Fences(pytest.Item):
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.File | None:
-    return Page.from_parent(parent, path=file_path) if file_path in pages() else None
+    is_page = file_path.suffix == ".md" and file_path in pages()
+    return Page.from_parent(parent, path=file_path) if is_page else None

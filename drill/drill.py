@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from (0)")
     parser.add_argument("--only", type=int, metavar="N", help="play round N alone")
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--jobs", type=int, default=1, help="rounds at a time (1)")
     parser.add_argument("--plan", action="store_true", help="print the rounds, play none")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there as well")
@@ -116,7 +116,7 @@ def command(args: argparse.Namespace) -> str:
     parts = ["python", "drill/drill.py", "--seed", str(args.seed)]
     if args.launchers != LAUNCHERS:
         parts += ["--launchers", *args.launchers]
-    if args.faults != list(FAULTS):
+    if args.faults != FAULTS:
         parts += ["--faults", *args.faults]
     if args.script != SCRIPT:
         parts += ["--script", str(args.script)]

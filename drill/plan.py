@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 Pairs = Set[tuple[str, str]]  # of a launcher and a fault
 LAUNCHERS = ("spawn", "torchrun", "srun")
-FAULTS = {
-    "kill": "SIGKILL to a rank",
-    "stop": "SIGSTOP to a rank, for good",
-    "pause": "SIGSTOP, and SIGCONT before the others' patience ends",
-    "interrupt": "SIGINT to a rank, or as Ctrl-C to all",
-    "terminate": "SIGTERM to a rank, or to all by their launcher",
-    "exception": "raised in a rank",
-    "full disk": "a tmpfs of 2 MB with the checkpoints gets full",
-    "truncate": "a rank is killed, and the newest checkpoint loses its end",
-    "flip": "a rank is killed, and a bit of the newest checkpoint is turned over",
-}
+FAULTS = (  # docs/fault-drill.md says what each of them is
+    "kill",
+    "stop",
+    "pause",
+    "interrupt",
+    "terminate",
+    "exception",
+    "full disk",
+    "truncate",
+    "flip",
+)
 DAMAGES = ("truncate", "flip")
 TO_ALL = ("interrupt", "terminate")  # whose signal may go to the whole job
 AT_ANY_TIME = ("kill", "pause", "truncate", "flip", *TO_ALL)  # that need no rank that waits
@@ -73,7 +73,7 @@ def draw(seed: int, number: int, pairs: Pairs) -> Plan:
 
 
 def _draw(chance: random.Random, number: int) -> Plan:
-    launcher, fault = chance.choice(LAUNCHERS), chance.choice(list(FAULTS))
+    launcher, fault = chance.choice(LAUNCHERS), chance.choice(FAULTS)
     # What is damaged must not be the only checkpoint: the drill begins with the third epoch.
     places, first = (IN_TRAINING, 3) if fault in DAMAGES else (PLACES, 1)
     place, epoch = chance.choice(places), chance.randint(first, EPOCHS)

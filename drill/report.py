@@ -30,7 +30,7 @@ def table(rounds: Sequence[Played]) -> str:
 
 
 def _order(row: tuple[str, str]) -> tuple[int, str]:
-    return list(FAULTS).index(row[0]), row[1]
+    return FAULTS.index(row[0]), row[1]
 
 
 def _cell(outcomes: Counter[str]) -> str:

@@ -12,22 +12,20 @@ from harness import ROOT, Running
 from jupyter_client import BlockingKernelClient
 from jupyter_server.services.contents.largefilemanager import LargeFileManager
 from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
-
-NOTEBOOKS = ROOT / "notebooks"
-NAMES = sorted(source.stem for source in NOTEBOOKS.glob("[0-9][0-9]_*.md"))
+from test_notebooks import FOLDER, NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pair_is_opened_and_saved_as_it_was(name, tmp_path):
     """Even if a checkout has made the .ipynb the newer one."""
-    source = Path(shutil.copy(NOTEBOOKS / f"{name}.md", tmp_path))
-    shutil.copy(NOTEBOOKS / f"{name}.ipynb", tmp_path)
+    source = Path(shutil.copy(FOLDER / f"{name}.md", tmp_path))
+    shutil.copy(FOLDER / f"{name}.ipynb", tmp_path)
     os.utime(source, (0, 0))
     manager = build_sync_jupytext_contents_manager_class(LargeFileManager)(root_dir=str(tmp_path))
     opened = manager.get(f"{name}.ipynb")
     assert any(cell.get("outputs") for cell in opened["content"]["cells"])
     manager.save(opened, f"{name}.ipynb")
-    assert source.read_text() == (NOTEBOOKS / f"{name}.md").read_text()
+    assert source.read_text() == (FOLDER / f"{name}.md").read_text()
 
 
 def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -26,8 +25,7 @@ class Quiet(SimpleHTTPRequestHandler):
 def site(tmp_path_factory):
     """Build the site, warnings being errors, and serve it; return its pages and its address."""
     folder = tmp_path_factory.mktemp("site")
-    options = ["-W", "--keep-going", "-q", "-c", ROOT / "docs", "-b", "html"]
-    built = run(sys.executable, "-m", "sphinx", *options, ROOT, folder / "html", cwd=folder)
+    built = run("make", "-C", ROOT, "docs", f"SITE={folder / 'html'}", cwd=folder)
     assert built.code == 0, built.stderr
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "html"))
     Thread(target=server.serve_forever, daemon=True).start()

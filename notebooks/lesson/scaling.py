@@ -13,8 +13,6 @@ from ddp_ref.environment import available_cores
 
 from .timing import fastest
 
-STEPS = 3  # so many are timed together
-
 
 def measure_scaling(
     make_model: Callable[[], nn.Module], sizes: list[int]
@@ -46,13 +44,12 @@ def _samples_per_second(model: nn.Module, threads: int) -> float:
     torch.set_num_threads(threads)
     inputs = torch.randn(64, 1024)
 
-    def steps() -> None:  # several, as one is short on a rank whose peers are ahead of it
-        for _ in range(STEPS):
-            model.zero_grad()
-            model(inputs).sum().backward()
+    def step() -> None:
+        model.zero_grad()
+        model(inputs).sum().backward()
 
     # The first is slower: DDP arranges its buckets.
-    return STEPS * len(inputs) / fastest(steps, 4)
+    return len(inputs) / fastest(step, 4, together=3)
 
 
 def draw_scaling(measured: dict[int, float], one_thread: float, all_cores: float) -> Figure:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .timing import fastest
 
-STEPS, BATCH = 3, 64  # so many steps are timed together
+BATCH = 64
 WAYS = [  # how to use the cores, with the color and the hatch of its bars
     ("1 process, all cores", "tab:blue", ""),
     ("2 ranks, half the cores each", "tab:orange", "//"),
@@ -58,12 +58,11 @@ def _samples_per_second(model: nn.Module, width: int, threads: int) -> float:
     torch.set_num_threads(threads)
     inputs = torch.rand(BATCH, width)  # (batch, features)
 
-    def steps() -> None:  # several, as one is short on a rank whose peers are ahead of it
-        for _ in range(STEPS):
-            model.zero_grad()
-            model(inputs).square().mean().backward()
+    def step() -> None:
+        model.zero_grad()
+        model(inputs).square().mean().backward()
 
-    return STEPS * BATCH / fastest(steps, 10)
+    return BATCH / fastest(step, 10, together=3)
 
 
 def loading_speeds(
