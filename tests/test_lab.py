@@ -3,7 +3,9 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
+from socket import create_connection
 from urllib.request import Request, urlopen
 
 import nbformat
@@ -35,6 +37,7 @@ def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
         lab.wait_for("is running at")
         (about,) = tmp_path.glob("jpserver-*.json")
         server = json.loads(about.read_text())
+        wait_until_it_listens(server["port"])  # it says where it runs before it listens there
         page = ask(server, "lab")
         assert "<title>JupyterLab</title>" in page
         opened = json.loads(ask(server, "api/contents/notebooks/00_what_ddp_is.ipynb"))
@@ -51,6 +54,16 @@ def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
         assert "rank 3 got" in said
         ask(server, "api/shutdown", {})
         assert lab.wait().code == 0
+
+
+def wait_until_it_listens(port, seconds=30):
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return create_connection(("localhost", port)).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, f"nothing listens on port {port}"
+            time.sleep(0.05)
 
 
 def ask(server, path, data=None):
