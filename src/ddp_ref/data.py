@@ -12,7 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 from .randomness import borrowed_generators, seed_from, seed_host
 
@@ -80,11 +80,12 @@ class SeededDataset(Dataset[Any]):
     """Look up (epoch, index) in `dataset`, with random numbers that depend on (seed, epoch, index).
 
     torch's, random's and numpy's global generators are seeded for each sample and restored after
-    the batch: an augmentation is the same in any process, and at any world size.
+    the batch: an augmentation is the same in any process, and at any world size. It costs about
+    10 microseconds a sample, which a `TensorDataset` is spared: it draws nothing.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+        self.dataset, self.seed, self._draws = dataset, seed, not _draws_nothing(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # sized: train_loader has looked
@@ -93,12 +94,21 @@ class SeededDataset(Dataset[Any]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        if not self._draws:
+            return [self.dataset[index] for _, index in keys]
         with borrowed_generators():
             return [self._sample(epoch, index) for epoch, index in keys]
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_host(self.seed, epoch, index)
         return self.dataset[index]
+
+
+def _draws_nothing(dataset: Dataset[Any]) -> bool:
+    """Say whether looking a sample up is known to draw no random number; a subclass's may."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset
 
 
 class BaseSeeds(torch.Generator):

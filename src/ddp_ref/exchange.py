@@ -3,6 +3,7 @@
 Between two exchanges a rank only adds to a small vector on its device, and waits for nobody.
 """
 
+import math
 import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,31 +29,42 @@ class Sums:
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = list(names)
-        self.vector = torch.zeros(2 + len(self.names), dtype=torch.float64, device=device)
+        self.names, self.samples = list(names), 0
+        self.vector = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
-    def row(self, samples: int, values: Mapping[str, Value]) -> Tensor:
-        """Return what to add for a batch of `samples`, of which `values` are the means."""
-        device = self.vector.device
-        means = torch.stack([_number(name, values[name], device) for name in self.names])
-        # Not of the product with `samples`: the first value is the loss, the others are metrics.
-        strange = (~torch.isfinite(means[:1])).double()
-        count = torch.full_like(strange, samples)
-        return torch.cat([count, strange, means * samples])
+    def means(self, values: Mapping[str, Value]) -> Tensor:
+        """Return the means over a batch as `add` takes them; a copy, (names,)."""
+        return torch.stack([_number(name, values[name], self.vector.device) for name in self.names])
+
+    def add(self, samples: int, means: Tensor) -> None:
+        """Add a batch of `samples`, of which these are the means."""
+        self.samples += samples
+        self.vector.add_(means, alpha=samples)
+
+    def state(self) -> Tensor:
+        """Return all that was added, for a checkpoint."""
+        return torch.cat([torch.tensor([self.samples], dtype=torch.float64), self.vector.cpu()])
+
+    def add_state(self, state: Tensor) -> None:
+        """Add what `state` has returned."""
+        self.samples += int(state[0])
+        self.vector += state[1:].to(self.vector.device)
 
     def total(self, distributed: bool, flags: Sequence[float] = ()) -> "Total":
         """Return the sums and `flags` of all ranks, with one all-reduce (collective)."""
-        told = torch.tensor(flags, dtype=torch.float64, device=self.vector.device)
-        packed = torch.cat([self.vector, told])
+        told = [float(self.samples), *flags]
+        device = self.vector.device
+        packed = torch.cat([torch.tensor(told, dtype=torch.float64, device=device), self.vector])
         if distributed:
             dist.all_reduce(packed)
-        samples, strange, *rest = packed.tolist()
-        count = len(self.names)
+        numbers = packed.tolist()
+        (samples, *said), sums = numbers[: len(told)], numbers[len(told) :]
         means = {
-            name: value / samples if samples else float("nan")
-            for name, value in zip(self.names, rest[:count], strict=True)
+            name: value / samples if samples else math.nan
+            for name, value in zip(self.names, sums, strict=True)
         }
-        return Total(means, strange > 0, *(flag > 0 for flag in rest[count:]))
+        # The first is the loss, the others are metrics. What once was not finite stays so in a sum.
+        return Total(means, not math.isfinite(sums[0]), *(flag > 0 for flag in said))
 
 
 def _number(name: str, value: Any, device: torch.device) -> Tensor:

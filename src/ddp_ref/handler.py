@@ -364,15 +364,17 @@ class Handler:
             rehearse(self.model, lambda: self.objective.loss(self.model, window[0]), self.device)
             self._rehearsed = True
         buffers = copied_buffers(self._bare) if self._optimization.skip_nonfinite else []
-        row = torch.zeros_like(self._sums.vector)
+        found = []
         self.optimizer.zero_grad()
         for number, (batch, count) in enumerate(zip(window, counts, strict=True), start=1):
             with reducing(self.model, last=number == len(window)):
                 loss, values = self.objective(self.model, batch)
-                self._optimization.backward(loss * (count / total))  # batches may differ in size
-            row += self._sums.row(count, values)
+                share = loss if count == total else loss * (count / total)  # sizes may differ
+                self._optimization.backward(share)
+            found.append((count, self._sums.means(values)))
         if self._optimization.step():
-            self._sums.vector += row
+            for count, means in found:
+                self._sums.add(count, means)
         else:
             restore_buffers(self._bare, buffers)
         self.step += 1
@@ -441,7 +443,7 @@ class Handler:
     # Checkpoints
 
     def _write(self, path: str | Path) -> None:
-        mine = (self._generators.state(), self._sums.vector.cpu())
+        mine = (self._generators.state(), self._sums.state())
         ranks = gather_objects(mine) if self.info.distributed else [mine]
         with self._exchange.final():
             self._on_rank_0(lambda: write(path, self._state(ranks or [])))
@@ -475,7 +477,7 @@ class Handler:
         else:
             self._generators.load(None, self.step)
         for past in ranks[self.rank :: self.info.world_size]:
-            self._sums.vector += past["sums"].to(self.device)
+            self._sums.add_state(past["sums"])
 
     def _means(self, batches: Iterable[Any], distributed: bool) -> dict[str, float]:
         with self._exchange.final(), evaluating(self._bare, distributed):

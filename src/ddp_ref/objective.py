@@ -39,7 +39,7 @@ class Objective:
             loss = self.loss_fn(outputs, targets)
             with torch.no_grad():
                 values = {name: metric(outputs, targets) for name, metric in self.metrics.items()}
-        return loss, {"loss": loss} | values
+        return loss, {"loss": loss.detach()} | values
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of `batch` alone."""
@@ -52,5 +52,5 @@ class Objective:
         sums = self.new_sums()
         for batch in batches:
             _, values = self(model, batch)
-            sums.vector += sums.row(samples_in(pair(batch)[1]), values)
+            sums.add(samples_in(pair(batch)[1]), sums.means(values))
         return sums
