@@ -9,6 +9,7 @@ from rank_checks import raised, run_checks
 from ddp_ref.collectives import (
     broadcast_object,
     gather_objects,
+    gather_rows,
     gather_tensors,
     reduce_mean,
     reduce_sum,
@@ -139,6 +140,12 @@ def check_a_part_may_be_a_conjugate_or_negative_view():
             assert all(torch.equal(each, view.resolve_neg()) for each in parts)
 
 
+def check_a_part_may_be_one_element_of_many():
+    parts = gather_tensors(torch.arange(8.0)[dist.get_rank() :: 8])
+    if dist.get_rank() == 0:
+        assert torch.equal(torch.cat(parts), torch.arange(float(dist.get_world_size())))
+
+
 def check_a_mean_without_values_is_refused():
     for names in (None, ["loss"]):
         try:
@@ -168,6 +175,27 @@ def check_a_rank_without_a_tensor_is_none_in_the_list():
             assert all(p.tolist() == [r] * (r + 1) for r, p in enumerate(parts) if r != empty)
     parts = gather_tensors(None)
     assert parts == ([None] * world if me == 0 else None)
+
+
+def check_rows_arrive_dealt_in_turns():
+    me, world = dist.get_rank(), dist.get_world_size()
+    for shape in [(), (3,), (2, 0), (2, 200_000)]:  # the last: some messages, of one row each
+        for rows in (0, 1, world, 3 * world + 1):
+            whole = torch.arange(rows * math.prod(shape), dtype=torch.float32)
+            whole = whole.reshape(rows, *shape)
+            found = gather_rows(whole[me::world].split(2) if len(whole[me::world]) else [])
+            if me:
+                assert found is None
+            else:
+                expected = whole if rows else torch.empty(0)
+                assert found.shape == expected.shape and torch.equal(found, expected)
+
+
+def check_rows_of_two_kinds_are_refused_on_all_ranks():
+    me = dist.get_rank()
+    for own in ([torch.ones(2, 3 + me)], [torch.ones(2).to(DTYPES[me])]):
+        error = raised(ValueError, lambda own=own: gather_rows([*own, *own]))
+        assert "rows must have one shape and dtype" in str(error)
 
 
 def check_objects_arrive_in_order():

@@ -7,7 +7,7 @@ of one, or with no process group, each returns what a single rank would get.
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+MESSAGE = 2**20  # bytes from which a message costs more for what it holds than for being one
 Number = float | Tensor  # a Python number or a tensor of one element, on any device
 
 
@@ -84,14 +85,66 @@ def gather_tensors(tensor: Tensor | None) -> list[Tensor | None] | None:
     if _world_size() == 1:
         return [None if part is None else part.cpu()]
     # Collectives on different shapes abort in C++: the shapes first, then each part on its own.
-    forms: list[Any] = [None] * _world_size()
-    dist.all_gather_object(forms, None if part is None else (part.shape, part.dtype))
+    forms = _tell_all(None if part is None else (part.shape, part.dtype))
     if dist.get_rank() == 0:
         others = [form and _receive(rank, *form) for rank, form in enumerate(forms) if rank > 0]
         return [None if part is None else part.cpu(), *others]
-    if part is not None and part.numel():
-        dist.send(_as_bytes(part).to(_device()), 0)
+    if part is not None:
+        _send(part)
     return None
+
+
+def gather_rows(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Return the rows of all ranks, dealt in turns, on rank 0; None elsewhere (collective).
+
+    `pieces` hold this rank's rows in order, each (rows, ...) on the CPU: of the result they are the
+    rows rank, rank + world_size and so on. They travel bit by bit, so that rank 0 holds the result
+    alone. Raises ValueError, on all ranks, where rows differ in shape or dtype.
+    """
+    groups = _grouped([piece.detach().resolve_conj().resolve_neg() for piece in pieces])
+    kinds = {(piece.shape[1:], piece.dtype) for piece in pieces}
+    every = _tell_all((kinds, [sum(map(len, group)) for group in groups]))
+    kinds = {kind for given, _ in every for kind in given}
+    if len(kinds) > 1:
+        raise ValueError(f"rows must have one shape and dtype, not {kinds}: pad or convert them")
+    parts = map(_joined, groups)
+    if _world_size() > 1 and dist.get_rank() > 0:
+        for part in parts:
+            _send(part)
+        return None
+    shape, dtype = kinds.pop() if kinds else ((), torch.get_default_dtype())
+    return _dealt(parts, [counts for _, counts in every], shape, dtype)
+
+
+def _dealt(
+    own: Iterable[Tensor], counts: list[list[int]], shape: Any, dtype: torch.dtype
+) -> Tensor:
+    """Return the rows of all ranks, `counts` in each part of each rank, with rank 0's `own`."""
+    whole = torch.empty(sum(map(sum, counts)), *shape, dtype=dtype)
+    for rank, lengths in enumerate(counts):
+        left = whole[rank :: len(counts)]
+        parts = (_receive(rank, (n, *shape), dtype) for n in lengths) if rank else own
+        for part in parts:
+            left[: len(part)] = part
+            left = left[len(part) :]
+    return whole
+
+
+def _grouped(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return `pieces` in groups of MESSAGE bytes or more, the last of what is left."""
+    groups: list[list[Tensor]] = [[]]
+    nbytes = 0
+    for piece in pieces:
+        if nbytes >= MESSAGE:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(piece)
+        nbytes += piece.nbytes
+    return groups if pieces else []
+
+
+def _joined(group: Sequence[Tensor]) -> Tensor:
+    return group[0].contiguous() if len(group) == 1 else torch.cat(list(group))
 
 
 def gather_objects(obj: T) -> list[T] | None:
@@ -150,14 +203,20 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def _tell_all(own: T) -> list[T]:
+    """Return what each rank passes, in rank order."""
+    every = [own] * _world_size()
+    if len(every) > 1:
+        dist.all_gather_object(every, own)
+    return every
+
+
 def _agree_on_names(values: Mapping[str, Number], names: Sequence[str] | None) -> list[str]:
     if names is not None:
         if values and set(values) != set(names):
             raise ValueError(f"the values are {list(values)}, names says {list(names)}")
         return list(names)
-    every: list[list[str]] = [list(values)] * _world_size()
-    if len(every) > 1:
-        dist.all_gather_object(every, list(values))
+    every = _tell_all(list(values))
     given = [names for names in every if names] or [[]]
     if any(set(names) != set(given[0]) for names in given):
         raise ValueError(f"every rank must pass the same names, or none; by rank: {every}")
@@ -173,17 +232,24 @@ def _all_reduce(numbers: list[float]) -> list[float]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat uint8 view: not every backend sends every dtype, all of them send bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    """Return a flat uint8 view: not every backend sends every dtype, all of them send bytes.
+
+    `tensor` is contiguous, as one of a single element is whatever its stride says.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _receive(rank: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device="cpu")
+def _send(tensor: Tensor) -> None:
+    """Send `tensor` to rank 0, which receives it; nothing at all if it is empty."""
     if tensor.numel():
-        buffer = torch.empty_like(_as_bytes(tensor), device=_device())
-        dist.recv(buffer, rank)
-        _as_bytes(tensor).copy_(buffer)
-    return tensor
+        dist.send(_as_bytes(tensor).to(_device()), 0)
+
+
+def _receive(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=_device())
+    if tensor.numel():
+        dist.recv(_as_bytes(tensor), rank)
+    return tensor.cpu()
 
 
 def _to_bytes(tensor: Tensor) -> bytearray:

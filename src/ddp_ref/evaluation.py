@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .batches import inputs_of, move, samples_in
-from .collectives import gather_objects, gather_tensors, reduce_sum
+from .collectives import gather_objects, gather_rows, reduce_sum
 
 
 @contextmanager
@@ -55,15 +55,13 @@ def outputs_in_order(
             tensors.append(outputs.cpu())
         else:
             entries += _items(outputs, samples)
-    tensor = torch.cat(tensors) if tensors else None
     if not distributed:
-        return entries or _interleave_tensors([tensor])
+        return entries or (torch.cat(tensors) if tensors else torch.empty(0))
     # A rank without items cannot know which of the two the others have.
     if reduce_sum({"entries": len(entries)}, names=["entries"])["entries"]:
         lists = gather_objects(entries)
         return None if lists is None else _interleave_lists(lists)
-    parts = gather_tensors(tensor)
-    return None if parts is None else _interleave_tensors(parts)
+    return gather_rows(tensors)
 
 
 def _items(outputs: Any, samples: int) -> list[Any]:
@@ -93,18 +91,6 @@ def _check_count(found: int, samples: int) -> None:
             f"there must be one output for each item, not {found} for {samples}: return a row an "
             "item, not a mean over the batch"
         )
-
-
-def _interleave_tensors(parts: Sequence[Tensor | None]) -> Tensor:
-    """Return the rows of all ranks in order, rank r having rows r, r + world_size and so on."""
-    given = [part for part in parts if part is not None]
-    if not given:
-        return torch.empty(0)
-    whole = given[0].new_empty(sum(map(len, given)), *given[0].shape[1:])
-    for rank, part in enumerate(parts):
-        if part is not None:
-            whole[rank :: len(parts)] = part
-    return whole
 
 
 def _interleave_lists(parts: Sequence[Sequence[Any]]) -> list[Any]:

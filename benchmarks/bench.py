@@ -1,0 +1,80 @@
+"""Measure what ddp_ref costs, beside raw PyTorch and its peers: make bench
+
+python benchmarks/bench.py                       all of them, on the terminal: half an hour
+python benchmarks/bench.py waits steps           these
+python benchmarks/bench.py waits --write         into docs/benchmarks.md as well
+
+The ways are taken in turns, in one run on an otherwise idle machine; a control, the base measured
+twice, tells what differences mean nothing.
+"""
+
+import argparse
+import importlib
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from tables import machine, markdown, write_section
+
+NAMES = (
+    "steps",
+    "workers",
+    "gathers",
+    "saves",
+    "waits",
+    "startup",
+    "scaling",
+    "knobs",
+    "finale",
+    "gpu",
+)
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
+BUSY = 0.3  # other programs' share of a core from which a warning is due
+
+
+def main() -> None:
+    args = parse()
+    print(f"on {machine()}")
+    if (load := os.getloadavg()[0]) > BUSY:
+        print(f"warning: the load is {load:.1f}: ratios are for an otherwise idle machine")
+    for name in args.names:
+        with nullcontext() if name == "gpu" else no_gpus():
+            run(importlib.import_module(name), args.rounds, args.write)
+
+
+def no_gpus() -> AbstractContextManager[Any]:
+    """Return the context in which what is started sees no GPU, so that figures are comparable."""
+    return patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("--rounds", type=int, help="how many (each benchmark's own number)")
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name} and its figures")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(NAMES):
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}: {', '.join(NAMES)}")
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, not {args.rounds}")
+    args.names = args.names or NAMES
+    return args
+
+
+def run(benchmark: ModuleType, rounds: int | None, write: bool) -> None:
+    """Measure, and print what was found."""
+    name, about = benchmark.__name__, benchmark.__doc__ or ""
+    print(f"\n## {name}: {about.strip().splitlines()[0]}\n", flush=True)
+    tables = benchmark.measure(rounds or benchmark.ROUNDS)
+    print("\n\n".join(map(markdown, tables)), flush=True)
+    if write and tables:
+        write_section(PAGE, name, about.strip(), tables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The characters that the finale trains on in a second, with `Handler` and with a loop by hand.
+
+The model, text and optimizer of scripts/char_gpt.py, on two ranks of one thread on the CPU. The
+loop by hand clips and schedules as the script does. Both end with the same weights, bit for bit, or
+the benchmark fails.
+"""
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from side_by_side import AGAIN, Row, compare, side_by_side
+from steps import OURS, RAW, STEPS, Clock, Way, check_equal, make_loader
+from tables import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import TensorDataset
+
+from ddp_ref import Callback, Handler, initialize_ddp, run_ranks
+
+ROUNDS, RANKS = 20, 2
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "char_gpt.py"
+BATCH, BLOCK = {"cpu": 8, "cuda": 64}, 64  # rows of a rank, characters of a row
+
+
+def measure(rounds: int) -> list[Table]:
+    rows = compare(run_ranks(times_on_rank, rounds, nproc=RANKS)[0], RAW)
+    return [Table("a step of the finale", rows, speeds(rows, RANKS * BATCH["cpu"]))]
+
+
+def speeds(rows: list[Row], batch: int) -> list[str]:
+    """Return what each way does in a second, with so many rows a step on all ranks."""
+    return [f"{row.name}: {batch * BLOCK / row.seconds:,.0f} characters a second" for row in rows]
+
+
+def times_on_rank(
+    rounds: int, device: str = "cpu", backend: str = "gloo"
+) -> dict[str, list[float]]:
+    """Return the seconds of a step, by way and round."""
+    world_size = initialize_ddp(backend=backend, use_distributed=True).world_size
+    torch.set_num_threads(1)
+    char_gpt = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+    text = char_gpt.read_text()
+    vocabulary = "".join(sorted(set(text)))
+    rows = char_gpt.windows(char_gpt.encode(text, vocabulary), BLOCK)
+    data = char_gpt.pairs(rows.repeat(8, 1)[: STEPS * BATCH[device] * world_size])
+
+    def make_model() -> nn.Module:
+        torch.manual_seed(0)
+        return char_gpt.GPT(vocabulary, 4, 4, 64, BLOCK).to(device)
+
+    makers = {RAW: by_hand, RAW + AGAIN: by_hand, OURS: with_handler}
+    models = {name: make_model() for name in makers}
+    ways = {name: make(char_gpt, models[name], data) for name, make in makers.items()}
+    times = side_by_side(ways, rounds)
+    check_equal(models, make_model())
+    return times
+
+
+def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset) -> Way:
+    device = next(model.parameters()).device
+    replica, optimizer, clock = DDP(model), make_optimizer(model), Clock()
+    schedule = make_schedule(char_gpt, optimizer)
+    bf16 = torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
+    loader, begin = make_loader(data, BATCH[device.type])
+
+    def epoch() -> float:
+        begin()
+        clock.start()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            with bf16:
+                outputs = replica(inputs.to(device))
+                loss = char_gpt.next_character_loss(outputs, targets.to(device))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            clock.tick()
+        return clock.seconds()
+
+    return epoch
+
+
+def with_handler(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset) -> Way:
+    device, optimizer, clock = next(model.parameters()).device, make_optimizer(model), Clock()
+
+    class Tick(Callback):
+        def on_step_end(self) -> None:
+            clock.tick()
+
+    handler = Handler(
+        model,
+        optimizer,
+        char_gpt.next_character_loss,
+        scheduler=(make_schedule(char_gpt, optimizer), "step"),
+        callbacks=[Tick()],
+        clip_norm=1.0,
+        precision="bf16" if device.type == "cuda" else "fp32",
+        device=device,
+        use_distributed=True,
+    )
+    handler.set_train_loader(data, BATCH[device.type])
+
+    def epoch() -> float:
+        clock.start()
+        handler.train(handler.epoch + 1)
+        return clock.seconds()
+
+    return epoch
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 8e-3, (0.9, 0.99), weight_decay=0.1, fused=True)
+
+
+def make_schedule(
+    char_gpt: SimpleNamespace, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: char_gpt.rate(step, 10 * STEPS)
+    )

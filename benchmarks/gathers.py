@@ -1,0 +1,165 @@
+"""Bring the outputs of all ranks to rank 0 in data-set order, and evaluate each item once.
+
+Two ranks on the CPU. The gather is of 64 MiB of float32 outputs, in batches of 2 MiB a rank; its
+measure is a bare all-reduce of as many bytes. The evaluation is of 20,001 items, which two ranks
+cannot share evenly, by a small model; its measure is a loop by hand over each rank's own items,
+with one all-reduce at the end. All find the same loss and the same outputs, or the benchmark fails.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from side_by_side import AGAIN, compare, side_by_side, timed
+from tables import Table, goal
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from ddp_ref import Handler, initialize_ddp, run_ranks
+from ddp_ref.evaluation import outputs_in_order
+
+ROUNDS, RANKS = 30, 2
+BATCHES, ROWS, COLUMNS = 16, 2048, 256  # of a rank; a batch is 2 MiB
+BYTES = RANKS * BATCHES * ROWS * COLUMNS * 4
+ITEMS, BATCH, FEATURES, CLASSES = 20_001, 256, 64, 10
+REDUCE, OURS, BY_HAND = "bare all-reduce", "Handler", "by hand, one all-reduce"
+
+
+def measure(rounds: int) -> list[Table]:
+    gather = compare(run_ranks(gather_times, rounds, nproc=RANKS)[0], REDUCE)
+    evaluation = compare(run_ranks(evaluation_times, rounds, nproc=RANKS)[0], BY_HAND)
+    (ours,) = [row for row in gather if row.name == OURS]
+    speed = 1 / ours.ratio
+    reached = goal(f"half the speed of an all-reduce: {speed:.2f} of it", speed >= 0.5)
+    return [
+        Table("the gather of predict", gather, [reached], nbytes=BYTES),
+        Table("validate", evaluation, []),
+    ]
+
+
+def gather_times(rounds: int) -> dict[str, list[float]]:
+    from accelerate import Accelerator
+
+    info, accelerator = initialize_ddp(), Accelerator(cpu=True)
+    torch.set_num_threads(1)
+    every = torch.arange(RANKS * BATCHES * ROWS * COLUMNS, dtype=torch.float32)
+    every = every.view(-1, COLUMNS)  # (items, columns)
+    parts = list(every[info.rank :: RANKS].contiguous().split(ROWS))
+    reduced = torch.zeros(BYTES // 4)
+
+    def ours() -> Tensor | None:
+        return outputs_in_order(lambda part: part, parts, info.device, info.distributed)
+
+    def by_accelerate() -> Tensor:
+        return torch.cat([accelerator.gather_for_metrics(part) for part in parts])
+
+    def as_objects() -> Tensor:
+        found: list[Tensor] = [torch.empty(0)] * RANKS
+        dist.all_gather_object(found, torch.cat(parts))
+        return torch.stack(found, 1).flatten(0, 1)
+
+    if info.rank == 0:
+        assert torch.equal(ours(), every) and torch.equal(as_objects(), every)
+        assert torch.equal(by_accelerate().sum(0), every.sum(0))  # in its own order
+    else:
+        ours(), as_objects(), by_accelerate()
+    reduce = together(lambda: dist.all_reduce(reduced))
+    ways = {
+        REDUCE: reduce,
+        REDUCE + AGAIN: reduce,
+        OURS: together(ours),
+        "accelerate's gather_for_metrics": together(by_accelerate),
+        "all_gather_object": together(as_objects),
+    }
+    return side_by_side(ways, rounds)
+
+
+def together(work: Callable[[], object]) -> Callable[[], float]:
+    """Return a way that begins on all ranks at once."""
+    way = timed(work)
+
+    def after_barrier() -> float:
+        dist.barrier()
+        return way()
+
+    return after_barrier
+
+
+def evaluation_times(rounds: int) -> dict[str, list[float]]:
+    from accelerate import Accelerator
+
+    info, accelerator = initialize_ddp(), Accelerator(cpu=True)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    inputs = torch.randn(ITEMS, FEATURES)
+    data = TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+    model = nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, CLASSES)).eval()
+    handler = Handler(
+        model,
+        torch.optim.SGD(model.parameters()),
+        F.cross_entropy,
+        metrics={"accuracy": accuracy},
+    )
+    handler.set_val_loader(data, BATCH)
+    own = DataLoader(Subset(data, range(info.rank, ITEMS, RANKS)), BATCH)
+    sharded = accelerator.prepare(DataLoader(data, BATCH))
+
+    def ours() -> tuple[float, float]:
+        found = handler.validate()
+        return found["loss"], found["accuracy"]
+
+    ways = {
+        BY_HAND: partial(by_hand, model, own),
+        OURS: ours,
+        "accelerate's gather_for_metrics": partial(
+            by_gather, model, sharded, accelerator.gather_for_metrics
+        ),
+        "all_gather_object": partial(by_objects, model, own),
+    }
+    expected = torch.tensor(by_hand(model, own))
+    for name, way in ways.items():
+        torch.testing.assert_close(torch.tensor(way()), expected, msg=name)
+    timed_ways = {name: together(way) for name, way in ways.items()}
+    return side_by_side(timed_ways | {BY_HAND + AGAIN: timed_ways[BY_HAND]}, rounds)
+
+
+def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+def means(outputs: Tensor, targets: Tensor) -> tuple[float, float]:
+    return F.cross_entropy(outputs, targets).item(), accuracy(outputs, targets).item()
+
+
+@torch.no_grad()
+def by_hand(model: nn.Module, own: DataLoader) -> tuple[float, float]:
+    sums = torch.zeros(3, dtype=torch.float64)  # of losses, of right ones, of items
+    for inputs, targets in own:
+        outputs = model(inputs)
+        sums[0] += F.cross_entropy(outputs, targets, reduction="sum")
+        sums[1] += (outputs.argmax(1) == targets).sum()
+        sums[2] += len(targets)
+    dist.all_reduce(sums)
+    return (sums[0] / sums[2]).item(), (sums[1] / sums[2]).item()
+
+
+@torch.no_grad()
+def by_gather(
+    model: nn.Module, batches: DataLoader, gather: Callable[..., tuple[Tensor, Tensor]]
+) -> tuple[float, float]:
+    found = [gather((model(inputs), targets)) for inputs, targets in batches]
+    outputs, targets = map(torch.cat, zip(*found, strict=True))
+    assert len(targets) == ITEMS
+    return means(outputs, targets)
+
+
+@torch.no_grad()
+def by_objects(model: nn.Module, own: DataLoader) -> tuple[float, float]:
+    found = [(model(inputs), targets) for inputs, targets in own]
+    parts: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * RANKS
+    dist.all_gather_object(parts, tuple(map(torch.cat, zip(*found, strict=True))))
+    outputs, targets = map(torch.cat, zip(*parts, strict=True))
+    assert len(targets) == ITEMS
+    return means(outputs, targets)

@@ -1,0 +1,33 @@
+"""The same on a GPU: a step of `Handler` and of the finale against raw DDP.
+
+A world of one under nccl, and two ranks that share one GPU through gloo, which nccl refuses.
+"""
+
+import finale
+import steps
+import torch
+from side_by_side import AGAIN, compare
+from tables import Table
+
+from ddp_ref import run_ranks
+
+ROUNDS = 20
+WIDTH = 1024
+NAMES = (steps.RAW, steps.RAW + AGAIN, steps.OURS)
+GROUPS = {"nccl, one rank": ("nccl", 1), "gloo, two ranks on one GPU": ("gloo", 2)}
+
+
+def measure(rounds: int) -> list[Table]:
+    if not torch.cuda.is_available():
+        print("left out: no CUDA device is visible")
+        return []
+    tables = []
+    for title, (backend, ranks) in GROUPS.items():
+        where = ("cuda", backend)
+        times = run_ranks(steps.times_on_rank, WIDTH, rounds, NAMES, *where, nproc=ranks)[0]
+        rows = compare(times, steps.RAW)
+        tables.append(Table(f"a step, {title}", rows, steps.against_raw(rows)))
+        rows = compare(run_ranks(finale.times_on_rank, rounds, *where, nproc=ranks)[0], steps.RAW)
+        batch = ranks * finale.BATCH["cuda"]
+        tables.append(Table(f"the finale, {title}", rows, finale.speeds(rows, batch)))
+    return tables

@@ -1,0 +1,91 @@
+"""What DDP's own settings change in a step, one at a time.
+
+Two ranks on the CPU, a model of 10 million weights (40 MB of gradients), batches of 16: the
+all-reduce is most of the step. Then four batches to an optimizer step, with one all-reduce for each
+or, under `no_sync`, one for all. The last weights are compared with the base's: no setting changes
+the result.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from side_by_side import AGAIN, compare, side_by_side, timed
+from tables import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddp_ref import initialize_ddp, run_ranks
+
+ROUNDS, RANKS, STEPS = 20, 2, 3
+WIDTH, LAYERS, BATCH, ACCUMULATE = 1600, 4, 16, 4
+DEFAULT, EACH = "DDP's defaults (25 MiB)", "an all-reduce a batch"
+KNOBS: dict[str, dict[str, Any]] = {
+    DEFAULT: {},
+    DEFAULT + AGAIN: {},
+    "bucket_cap_mb=1": {"bucket_cap_mb": 1},
+    "bucket_cap_mb=5": {"bucket_cap_mb": 5},
+    "bucket_cap_mb=100": {"bucket_cap_mb": 100},
+    "gradient_as_bucket_view": {"gradient_as_bucket_view": True},
+    "static_graph": {"static_graph": True},
+}
+
+
+def measure(rounds: int) -> list[Table]:
+    knobs, accumulation = run_ranks(times_on_rank, rounds, nproc=RANKS)[0]
+    return [
+        Table("a step", compare(knobs, DEFAULT), []),
+        Table(f"a step of {ACCUMULATE} batches", compare(accumulation, EACH), []),
+    ]
+
+
+def times_on_rank(rounds: int) -> list[dict[str, list[float]]]:
+    rank = initialize_ddp().rank
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    batches = [torch.randn(BATCH, WIDTH) for _ in range(ACCUMULATE)]
+    knobs = {name: DDP(make_model(), **options) for name, options in KNOBS.items()}
+    one = {name: timed(stepping(model, batches[:1], 1), STEPS) for name, model in knobs.items()}
+    found = [side_by_side(one, rounds)]
+    check_equal(knobs)
+    del one, knobs
+    every = {EACH: 1, EACH + AGAIN: 1, "one, the others under no_sync": ACCUMULATE}
+    models = {name: DDP(make_model()) for name in every}
+    ways = {name: timed(stepping(models[name], batches, n)) for name, n in every.items()}
+    found.append(side_by_side(ways, rounds))
+    check_equal(models, exact=False)  # the sums are in another order
+    return found
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def stepping(model: DDP, batches: list[torch.Tensor], every: int) -> Callable[[], None]:
+    """Return an optimizer step on all `batches`, with an all-reduce after `every` so many."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for number, batch in enumerate(batches, start=1):
+            with model.no_sync() if number % every else nullcontext():
+                (F.mse_loss(model(batch), batch) / len(batches)).backward()
+        optimizer.step()
+
+    return step
+
+
+def check_equal(models: dict[str, DDP], exact: bool = True) -> None:
+    """Raise AssertionError unless all models have been trained to the same weights."""
+    dist.barrier()
+    flat = {n: nn.utils.parameters_to_vector(m.parameters()) for n, m in models.items()}
+    first = next(iter(flat.values()))
+    untrained = nn.utils.parameters_to_vector(make_model().parameters())
+    assert not torch.equal(first, untrained), "nothing has trained"
+    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    for name, weights in flat.items():
+        torch.testing.assert_close(weights, first, msg=f"{name} trained another model", **tolerance)

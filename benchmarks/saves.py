@@ -1,0 +1,62 @@
+"""`Handler.save` against a bare `torch.save` and fsync of the same state.
+
+Two ranks; rank 0 writes a model and its optimizer's momentum while the other waits. `Handler` also
+reads its file's header again, sums up all bytes, looks for weights that are not finite, and has the
+folder's entry written; the file appears in one step.
+"""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from side_by_side import AGAIN, compare, side_by_side, timed
+from tables import Table, goal
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from ddp_ref import Handler, broadcast_object, initialize_ddp, run_ranks
+
+ROUNDS, RANKS = 20, 2
+WIDTH, LAYERS = 2048, 4  # 64 MiB of weights, as much of momentum
+BARE, OURS = "torch.save and fsync", "Handler.save"
+
+
+def measure(rounds: int) -> list[Table]:
+    with TemporaryDirectory(dir=Path.cwd(), prefix=".benchmark-") as folder:  # not in memory
+        times, nbytes = run_ranks(times_on_rank, Path(folder), rounds, nproc=RANKS)[0]
+    rows = compare(times, BARE)
+    (ours,) = [row for row in rows if row.name == OURS]
+    speed = 1 / ours.ratio
+    reached = goal(f"90 % of the bytes a second: {speed:.1%}", speed >= 0.9)
+    return [Table("a checkpoint", rows, [reached], nbytes=nbytes)]
+
+
+def times_on_rank(folder: Path, rounds: int) -> tuple[dict[str, list[float]], int]:
+    info = initialize_ddp()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    handler = Handler(model, optimizer, F.mse_loss)
+    inputs = torch.randn(4, WIDTH)
+    handler.set_train_loader(TensorDataset(inputs, inputs), 2)
+    handler.train(1)
+    bare_file, our_file = folder / "bare.pt", folder / "ours.pt"
+
+    def bare() -> None:
+        if info.rank == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            with bare_file.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        dist.barrier()
+
+    ways = {
+        BARE: timed(bare),
+        BARE + AGAIN: timed(bare),
+        OURS: timed(lambda: handler.save(our_file)),
+    }
+    times = side_by_side(ways, rounds)
+    return times, broadcast_object(bare_file.stat().st_size)

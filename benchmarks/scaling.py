@@ -1,0 +1,97 @@
+"""What a second process brings, and how much of the loss is the machine's own.
+
+Weak scaling keeps the batch of each process, strong scaling shares one batch between them. Two
+processes that know nothing of each other show what the machine itself allows: their memory, cache
+and clock are shared too. All have one thread. An ideal second process leaves the time of a step as
+it is in weak scaling, and halves it in strong scaling.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from side_by_side import AGAIN, compare, side_by_side, timed
+from tables import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ddp_ref import initialize_ddp, run_ranks
+
+ROUNDS, RANKS, STEPS = 30, 2, 20
+BATCH, FEATURES, WIDTH = 256, 64, 512
+ONE = f"one process, a batch of {BATCH}"
+
+
+def measure(rounds: int) -> list[Table]:
+    return [
+        scaling("weak scaling, a step", BATCH, 1.0, rounds),
+        scaling("strong scaling, a step", BATCH // RANKS, 1 / RANKS, rounds),
+    ]
+
+
+def scaling(title: str, batch: int, ideal: float, rounds: int) -> Table:
+    times = run_ranks(times_on_rank, batch, rounds, nproc=RANKS)[0]
+    rows = compare(times, ONE)
+    *_, independent, ddp = rows
+    found = [f"{row.name}: {ideal / row.ratio:.0%} of the ideal" for row in (independent, ddp)] + [
+        f"DDP against what the machine allows: {independent.ratio / ddp.ratio:.0%}"
+    ]
+    return Table(title, rows, found)
+
+
+def times_on_rank(batch: int, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of a step of rank 0, by way and round."""
+    rank = initialize_ddp().rank
+    torch.set_num_threads(1)
+    whole = stepping(make_model(), BATCH)
+
+    def alone() -> float:
+        seconds = whole() if rank == 0 else 0.0
+        dist.barrier()
+        return seconds
+
+    independent, ddp = stepping(make_model(), batch), stepping(DDP(make_model()), batch)
+    ways = {
+        ONE: alone,
+        ONE + AGAIN: alone,
+        f"two that are independent, {batch} each": on_all(independent),
+        f"two with DDP, {batch} each": on_all(ddp),
+    }
+    return side_by_side(ways, rounds)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(FEATURES, WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, 10),
+    )
+
+
+def stepping(model: nn.Module, batch: int) -> Callable[[], float]:
+    """Return the way of a training step on a batch of that many samples."""
+    inputs, targets = torch.randn(batch, FEATURES), torch.randint(10, (batch,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+    return timed(step, STEPS)
+
+
+def on_all(way: Callable[[], float]) -> Callable[[], float]:
+    """Return the way that begins on all ranks at once and takes the mean of their times."""
+
+    def together() -> float:
+        dist.barrier()
+        seconds = torch.tensor(way(), dtype=torch.float64)
+        dist.all_reduce(seconds)
+        return seconds.item() / RANKS
+
+    return together

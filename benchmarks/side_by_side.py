@@ -1,0 +1,70 @@
+"""Time several ways of doing one thing side by side, and say how sure the ratios are."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from time import perf_counter
+
+import numpy as np
+
+AGAIN = ", again"  # ends the name of the A/A control: the base once more, under another name
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """How long one way takes, and its ratio to the base: above 1 is slower."""
+
+    name: str
+    seconds: float  # the median of the rounds
+    ratio: float  # the median, over the rounds, of its time by the base's in the same round
+    low: float  # the 95 % interval of `ratio`
+    high: float
+
+
+def timed(work: Callable[[], object], calls: int = 1) -> Callable[[], float]:
+    """Return a way: what makes so many `calls` of `work` and returns the seconds of one."""
+
+    def way() -> float:
+        start = perf_counter()
+        for _ in range(calls):
+            work()
+        return (perf_counter() - start) / calls
+
+    return way
+
+
+def side_by_side(
+    ways: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Return the seconds of each way, by round; a round takes all of them, in a random order.
+
+    What disturbs the machine for longer than a round disturbs all ways alike. The order is the same
+    on all ranks.
+    """
+    order = Random(0)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(warm_up + rounds):
+        for name in order.sample(list(ways), len(ways)):
+            seconds = ways[name]()
+            if number >= warm_up:
+                times[name].append(seconds)
+    return times
+
+
+def compare(times: Mapping[str, list[float]], base: str) -> list[Row]:
+    """Return a row for each way, against `base`."""
+    return [_row(name, np.array(own), np.array(times[base])) for name, own in times.items()]
+
+
+def _row(name: str, own: np.ndarray, base: np.ndarray) -> Row:
+    ratios = own / base  # (rounds,)
+    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return Row(name, float(np.median(own)), float(np.median(ratios)), float(low), float(high))
+
+
+def spread(rows: list[Row]) -> float:
+    """Return how far from 1 the control's interval reaches: what the machine's noise can do."""
+    (control,) = [row for row in rows if row.name.endswith(AGAIN)]
+    return max(abs(control.low - 1), abs(control.high - 1))

@@ -1,0 +1,59 @@
+"""How long the scripts take beyond a job that does nothing, and `import ddp_ref` beyond torch's.
+
+Whole commands, from start to exit. The bare job opens and closes a group of two ranks under
+torchrun; the scripts also read the digits with scikit-learn, and train and test for one epoch.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from side_by_side import AGAIN, compare, side_by_side, timed
+from tables import Table, goal
+
+ROUNDS = 12
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = sys.executable
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+CONFIG = ["--config", "scripts/configs/digits.yaml", "--set", "training.num_epochs=1"]
+BARE, TORCH = "torchrun bare.py", "import torch"
+
+
+def measure(rounds: int) -> list[Table]:
+    with TemporaryDirectory() as name:
+        jobs = compare(side_by_side(job_ways(Path(name)), rounds), BARE)
+    times = side_by_side(import_ways(), rounds)
+    above = float(np.median(np.array(times["import torch, ddp_ref"]) - np.array(times[TORCH])))
+    reached = goal(f"import ddp_ref takes {above * 1000:.0f} ms more, of 50 ms", above < 0.05)
+    return [Table("a job", jobs, []), Table("an import", compare(times, TORCH), [reached])]
+
+
+def job_ways(folder: Path) -> dict[str, Callable[[], float]]:
+    flags = ["--epochs", "1", "--checkpoint", str(folder / "checkpoint.pt")]
+    path = f"training.path={folder}"
+    bare = command(*TORCHRUN, "benchmarks/bare.py")
+    return {
+        BARE: bare,
+        BARE + AGAIN: bare,
+        "torchrun multigpu_torchrun.py": command(*TORCHRUN, "scripts/multigpu_torchrun.py", *flags),
+        "torchrun train_reference.py": command(
+            *TORCHRUN, "scripts/train_reference.py", *CONFIG, path
+        ),
+        "multigpu_spawn.py": command(PYTHON, "scripts/multigpu_spawn.py", *flags, "--nproc", "2"),
+    }
+
+
+def import_ways() -> dict[str, Callable[[], float]]:
+    torch = command(PYTHON, "-c", "import torch")
+    both = command(PYTHON, "-c", "import torch, ddp_ref")
+    return {TORCH: torch, TORCH + AGAIN: torch, "import torch, ddp_ref": both}
+
+
+def command(*words: str) -> Callable[[], float]:
+    """Return the way that runs a command to its end; CalledProcessError if it fails."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return timed(lambda: subprocess.run(words, cwd=ROOT, env=env, check=True, capture_output=True))

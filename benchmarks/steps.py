@@ -1,0 +1,290 @@
+"""A training step of `Handler`, and of four others, against a raw DDP loop.
+
+The same model, data, order and processes: two ranks of one thread on the CPU, batches of 32 from a
+`TensorDataset`. Each way has a model of its own, which starts and ends with the same weights as the
+raw loop's, bit for bit, or the benchmark fails. A round trains each for 110 steps, in the same two
+processes, and times the last 100.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from side_by_side import AGAIN, Row, compare, side_by_side, spread
+from tables import Table, goal
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ddp_ref import Callback, Handler, initialize_ddp, run_ranks
+
+ROUNDS, RANKS = 60, 2
+BATCH, STEPS, SKIP, FEATURES, CLASSES = 32, 110, 10, 64, 10
+WIDTHS = {"a step of about 2 ms": 256, "a step of about 6 ms": 640}
+RAW, OURS = "raw DDP", "Handler"
+Way = Callable[[], float]
+
+
+def measure(rounds: int) -> list[Table]:
+    return [measure_size(title, width, rounds) for title, width in WIDTHS.items()]
+
+
+def measure_size(title: str, width: int, rounds: int) -> Table:
+    rows = compare(run_ranks(times_on_rank, width, rounds, nproc=RANKS)[0], RAW)
+    return Table(title, rows, against_raw(rows))
+
+
+def against_raw(rows: list[Row]) -> list[str]:
+    """Return whether `Handler` is as near to raw DDP as it is to be, and before all peers."""
+    noise = spread(rows)
+    (ours,) = [row for row in rows if row.name == OURS]
+    peers = [row for row in rows if row.name not in (RAW, RAW + AGAIN, OURS)]
+    ahead = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise) or "none"
+    return [
+        goal(f"Handler within 2 % of raw DDP: {ours.ratio - 1:+.1%}", ours.ratio <= 1.02 + noise),
+        goal(f"peers ahead of Handler beyond the control: {ahead}", ahead == "none"),
+    ]
+
+
+class Clock:
+    """When each step of an epoch ended."""
+
+    def start(self) -> None:
+        self.ends: list[float] = []
+
+    def tick(self) -> None:
+        if torch.cuda.is_initialized() and len(self.ends) in (SKIP - 1, STEPS - 1):
+            torch.cuda.synchronize()  # what was only asked for is not done
+        self.ends.append(perf_counter())
+
+    def seconds(self) -> float:
+        """Return the seconds a step, of those after the first SKIP."""
+        assert len(self.ends) == STEPS, len(self.ends)
+        return (self.ends[-1] - self.ends[SKIP - 1]) / (STEPS - SKIP)
+
+
+def make_model(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, CLASSES))
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(RANKS * BATCH * STEPS, FEATURES, generator=generator)
+    return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def make_loader(
+    data: TensorDataset, batch: int = BATCH
+) -> tuple[DataLoader[Any], Callable[[], None]]:
+    """Return a loader of this rank's batches, and what begins its next epoch."""
+    sampler: DistributedSampler[Any] = DistributedSampler(data)
+    epochs = count()
+    loader = DataLoader(data, batch, sampler=sampler)
+    return loader, lambda: sampler.set_epoch(next(epochs))
+
+
+def raw(model: nn.Module, data: TensorDataset) -> Way:
+    device = next(model.parameters()).device
+    replica, optimizer, clock = DDP(model), make_optimizer(model), Clock()
+    loader, begin = make_loader(data)
+
+    def epoch() -> float:
+        begin()
+        clock.start()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(replica(inputs.to(device)), targets.to(device)).backward()
+            optimizer.step()
+            clock.tick()
+        return clock.seconds()
+
+    return epoch
+
+
+def handler(model: nn.Module, data: TensorDataset) -> Way:
+    clock = Clock()
+
+    class Tick(Callback):
+        def on_step_end(self) -> None:
+            clock.tick()
+
+    made = Handler(
+        model,
+        make_optimizer(model),
+        F.cross_entropy,
+        callbacks=[Tick()],
+        device=next(model.parameters()).device,
+        use_distributed=True,
+    )
+    made.set_train_loader(data, BATCH)
+
+    def epoch() -> float:
+        clock.start()
+        made.train(made.epoch + 1)
+        return clock.seconds()
+
+    return epoch
+
+
+def accelerate(model: nn.Module, data: TensorDataset) -> Way:
+    from accelerate import Accelerator
+
+    accelerator, clock = Accelerator(cpu=True), Clock()
+    loader, begin = make_loader(data)
+    # The loader is not prepared: it would shard the data its own way, and be another job.
+    replica, optimizer = accelerator.prepare(model, make_optimizer(model))
+
+    def epoch() -> float:
+        begin()
+        clock.start()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            accelerator.backward(F.cross_entropy(replica(inputs), targets))
+            optimizer.step()
+            clock.tick()
+        return clock.seconds()
+
+    return epoch
+
+
+def fabric(model: nn.Module, data: TensorDataset) -> Way:
+    from lightning.fabric import Fabric
+
+    made, clock = Fabric(accelerator="cpu", strategy="ddp", devices=RANKS), Clock()
+    made.launch()
+    plain, begin = make_loader(data)
+    replica, optimizer = made.setup(model, make_optimizer(model))
+    loader = made.setup_dataloaders(plain, use_distributed_sampler=False)
+
+    def epoch() -> float:
+        begin()
+        clock.start()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            made.backward(F.cross_entropy(replica(inputs), targets))
+            optimizer.step()
+            clock.tick()
+        return clock.seconds()
+
+    return epoch
+
+
+def trainer(model: nn.Module, data: TensorDataset) -> Way:
+    import lightning
+
+    loader, begin = make_loader(data)
+    optimizer, clock = make_optimizer(model), Clock()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            inputs, targets = batch
+            return F.cross_entropy(self.model(inputs), targets)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer
+
+    class Tick(lightning.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.tick()
+
+    module = Module()
+    made = lightning.Trainer(
+        accelerator="cpu",
+        strategy="ddp",
+        devices=RANKS,
+        max_epochs=0,
+        callbacks=[Tick()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+
+    def epoch() -> float:
+        begin()
+        clock.start()
+        made.fit_loop.max_epochs = made.current_epoch + 1
+        made.fit(module, loader)
+        return clock.seconds()
+
+    return epoch
+
+
+def ignite(model: nn.Module, data: TensorDataset) -> Way:
+    import ignite.distributed as idist
+    from ignite.engine import Events, create_supervised_trainer
+
+    loader, begin = make_loader(data)
+    optimizer, clock = make_optimizer(model), Clock()
+    made = create_supervised_trainer(idist.auto_model(model), optimizer, F.cross_entropy)
+    made.add_event_handler(Events.ITERATION_COMPLETED, clock.tick)
+
+    def epoch() -> float:
+        begin()
+        clock.start()
+        made.run(loader, max_epochs=1)
+        return clock.seconds()
+
+    return epoch
+
+
+WAYS: dict[str, Callable[[nn.Module, TensorDataset], Way]] = {
+    RAW: raw,
+    RAW + AGAIN: raw,
+    OURS: handler,
+    "accelerate": accelerate,
+    "Lightning Fabric": fabric,
+    "Lightning Trainer": trainer,
+    "ignite": ignite,
+}
+
+
+def times_on_rank(
+    width: int,
+    rounds: int,
+    names: Sequence[str] = tuple(WAYS),
+    device: str = "cpu",
+    backend: str = "gloo",
+) -> dict[str, list[float]]:
+    """Return the seconds of a step, by way and round; all weights are equal, or it raises."""
+    initialize_ddp(backend=backend, use_distributed=True)
+    torch.set_num_threads(1)
+    be_quiet()
+    data, models = make_data(), {name: make_model(width).to(device) for name in names}
+    ways = {name: WAYS[name](models[name], data) for name in names}
+    times = side_by_side(ways, rounds)
+    check_equal(models, make_model(width).to(device))
+    return times
+
+
+def be_quiet() -> None:
+    """Leave out what the peers tell of themselves."""
+    for name in ("lightning.pytorch", "lightning.fabric", "ignite"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")  # about the number of the loader's workers
+
+
+def check_equal(models: dict[str, nn.Module], untrained: nn.Module) -> None:
+    """Raise AssertionError unless all models have been trained, and to the same weights."""
+    flat = {n: nn.utils.parameters_to_vector(m.parameters()) for n, m in models.items()}
+    before = nn.utils.parameters_to_vector(untrained.parameters())
+    for name, weights in flat.items():
+        assert torch.equal(weights, flat[RAW]), f"{name} has trained another model"
+        assert not torch.equal(weights, before), f"{name} has not trained"

@@ -1,0 +1,158 @@
+"""What a benchmark tells: tables, goals and a figure, on the terminal and in a page."""
+
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+import psutil
+from matplotlib.axes import Axes
+from side_by_side import AGAIN, Row, spread
+
+PEERS = ("torch", "accelerate", "lightning", "pytorch-ignite")
+MARKS = "<!-- begin of what bench.py has written: {} -->", "<!-- end: {} -->"
+UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+WIDE = 4.0  # times the base: from there on the figure's axis is logarithmic
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of what was measured side by side, and which goals they reached.
+
+    `nbytes` are those that each way moves, for a column in GB/s.
+    """
+
+    title: str
+    rows: Sequence[Row]
+    goals: Sequence[str]
+    nbytes: int | None = None
+
+    @property
+    def base(self) -> str:
+        """What all others are compared with."""
+        (control,) = [row.name for row in self.rows if row.name.endswith(AGAIN)]
+        return control.removesuffix(AGAIN)
+
+
+def goal(text: str, reached: bool) -> str:
+    """Return a line of a goal and whether it was reached."""
+    return f"{text} ({'reached' if reached else 'missed'})"
+
+
+def markdown(table: Table) -> str:
+    """Return the table in Markdown, and its goals."""
+    speed = ["GB/s"] if table.nbytes else []
+    head = [table.title, "median", *speed, f"ratio to {table.base}", "95 % interval"]
+    lines = [head, ["---", *["--:"] * (len(head) - 1)]]
+    for row in table.rows:
+        speed = [f"{table.nbytes / row.seconds / 1e9:.2f}"] if table.nbytes else []
+        interval = f"{number(row.low)} to {number(row.high)}"
+        lines.append([row.name, duration(row.seconds), *speed, number(row.ratio), interval])
+    told = [f"The control's interval reaches {spread(table.rows):.1%} from 1.", *table.goals]
+    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{text}\n\n" + "\n".join(f"- {line}" for line in told)
+
+
+def number(ratio: float) -> str:
+    """Return a ratio with as many digits as say something."""
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the unit that suits them."""
+    unit, factor = next((u, f) for u, f in UNITS.items() if seconds >= f or u == "µs")
+    return f"{seconds / factor:.3g} {unit}"
+
+
+def draw(tables: Sequence[Table], path: Path) -> None:
+    """Draw the ratios of each table, its control's spread as a band."""
+    heights = [len(table.rows) + 1.5 for table in tables]
+    figure, every = plt.subplots(
+        len(tables),
+        figsize=(8, 0.32 * sum(heights)),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, table in zip(every.flat, tables, strict=True):
+        draw_ratios(axes, table)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def draw_ratios(axes: Axes, table: Table) -> None:
+    rows = list(table.rows)
+    noise = spread(rows)
+    axes.axvspan(1 - min(noise, 0.99), 1 + noise, color="C7", alpha=0.3, label="the control")
+    axes.axvline(1, color="k", linewidth=0.8)
+    for place, row in enumerate(rows):
+        color = "C7" if row.name.endswith(AGAIN) else "C1" if "Handler" in row.name else "C0"
+        axes.plot([row.low, row.high], [place, place], color=color)
+        axes.plot(row.ratio, place, "o", color=color)
+    if max(row.ratio for row in rows) > WIDE or min(row.ratio for row in rows) < 1 / WIDE:
+        axes.set_xscale("log")
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"time, {table.base} = 1")
+    axes.set_title(table.title, fontsize="medium", loc="left")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def in_words(tables: Sequence[Table]) -> str:
+    """Return what the figure shows, for those who do not see it."""
+    parts = []
+    for table in tables:
+        ratios = ", ".join(f"{row.name} {number(row.ratio)}" for row in table.rows)
+        parts.append(f"{table.title}, times as long as {table.base}: {ratios}")
+    return "; ".join(parts).replace("|", "/").replace('"', "'")
+
+
+def write_section(page: Path, name: str, about: str, tables: Sequence[Table]) -> None:
+    """Put what benchmark `name` has found between its marks in `page`, and draw its figure."""
+    figure = Path("figures") / f"benchmark-{name}.svg"
+    draw(tables, page.parent / figure)
+    image = f"![{in_words(tables)}]({figure.as_posix()})"
+    parts = [about, *map(markdown, tables), image, f"On {machine()}."]
+    begin, end = (mark.format(name) for mark in MARKS)
+    text = page.read_text(encoding="utf-8")
+    section = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if not section.search(text):
+        raise ValueError(f"{page} has no place for {name}: add {begin} and {end}")
+    body = "\n\n".join([begin, *parts, end])
+    page.write_text(section.sub(lambda _: body, text), encoding="utf-8")
+
+
+def machine() -> str:
+    """Return what it was measured on."""
+    memory = psutil.virtual_memory().total / 2**30
+    system = f"{platform.system()} {platform.machine()}, {processor()}"
+    cores = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+    return f"{system}, {cores}, Python {platform.python_version()}, {', '.join(versions())}"
+
+
+def processor() -> str:
+    """Return the name of the processor, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except FileNotFoundError:
+        return platform.processor() or "an unknown processor"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "an unknown processor"
+
+
+def versions() -> list[str]:
+    found = []
+    for name in PEERS:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return found

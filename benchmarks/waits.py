@@ -1,0 +1,40 @@
+"""`on_rank` against a bare barrier.
+
+Two ranks on the CPU. Rank 0 runs a function that does nothing, the other waits: with a barrier
+after an `if rank == 0`, and with `on_rank`, which also tells of exceptions and deaths, and with
+`broadcast=True` brings the result.
+"""
+
+import torch.distributed as dist
+from side_by_side import AGAIN, compare, side_by_side, timed
+from tables import Table
+
+from ddp_ref import initialize_ddp, on_rank, run_ranks
+
+ROUNDS, RANKS, CALLS = 30, 2, 100
+BASE = "if rank == 0, barrier"
+
+
+def measure(rounds: int) -> list[Table]:
+    times = run_ranks(times_on_rank, rounds, nproc=RANKS)[0]
+    return [Table("a call", compare(times, BASE), [])]
+
+
+def times_on_rank(rounds: int) -> dict[str, list[float]]:
+    info = initialize_ddp()
+
+    def nothing() -> int:
+        return 0
+
+    def bare() -> None:
+        if info.rank == 0:
+            nothing()
+        dist.barrier()
+
+    ways = {
+        BASE: timed(bare, CALLS),
+        BASE + AGAIN: timed(bare, CALLS),
+        "on_rank(0)": timed(on_rank(0)(nothing), CALLS),
+        "on_rank(0, broadcast=True)": timed(on_rank(0, broadcast=True)(nothing), CALLS),
+    }
+    return side_by_side(ways, rounds)

@@ -1,0 +1,96 @@
+"""A second call of `ParallelExecutor` against starting processes for each call.
+
+Two workers on the CPU call a function that does nothing and send back what it returns. For how much
+of it is unavoidable stands the round trip of as many bytes over two bare pipes to processes that
+only wait.
+"""
+
+import io
+import multiprocessing
+import warnings
+from contextlib import redirect_stdout
+from multiprocessing.connection import Connection
+
+import torch
+import torch.multiprocessing as mp
+from side_by_side import AGAIN, compare, side_by_side, timed
+from tables import Table, goal
+
+from ddp_ref import ParallelExecutor
+from ddp_ref.pickling import dumps
+
+ROUNDS, WORKERS, CALLS = 15, 2, 100
+OURS, SPAWN, PIPES = "ParallelExecutor, open", "mp.spawn", "two bare pipes"
+
+
+def measure(rounds: int) -> list[Table]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no GPU
+        executor = ParallelExecutor(num_gpus=WORKERS if not torch.cuda.is_available() else None)
+    pipes = Pipes(len(executor.devices), len(dumps("nothing", nothing)))
+    with executor, pipes:
+        run = timed(lambda: executor.run(nothing), CALLS)
+        ways = {
+            OURS: run,
+            OURS + AGAIN: run,
+            PIPES: timed(pipes.round_trip, CALLS),
+            SPAWN: timed(lambda: mp.spawn(nothing_on_rank, nprocs=WORKERS)),
+            "accelerate's notebook_launcher": timed(launch_with_accelerate),
+        }
+        rows = compare(side_by_side(ways, rounds), OURS)
+    by_name = {row.name: row for row in rows}
+    spawn, trips = by_name[SPAWN].ratio, 1 / by_name[PIPES].ratio
+    goals = [
+        goal(f"100 times faster than a spawn a call: {spawn:,.0f} times", spawn >= 100),
+        goal(f"a dispatch within a few round trips of bare pipes: {trips:.1f} of them", trips <= 5),
+    ]
+    return [Table("a call", rows, goals)]
+
+
+def nothing(device: torch.device | None = None) -> int:
+    return 0
+
+
+def nothing_on_rank(rank: int) -> int:
+    return 0
+
+
+def launch_with_accelerate() -> None:
+    from accelerate import notebook_launcher
+
+    with redirect_stdout(io.StringIO()):  # what it starts, and on what
+        notebook_launcher(nothing, num_processes=WORKERS, use_port="0")
+
+
+class Pipes:
+    """Processes that send back what they get; a context manager."""
+
+    def __init__(self, count: int, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.message = bytes(size)
+        self.ends, self.processes = [], []
+        for _ in range(count):
+            near, far = context.Pipe()
+            self.ends.append(near)
+            self.processes.append(context.Process(target=send_back, args=(far,), daemon=True))
+
+    def __enter__(self) -> "Pipes":
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for end, process in zip(self.ends, self.processes, strict=True):
+            end.send_bytes(b"")
+            process.join()
+
+    def round_trip(self) -> None:
+        for end in self.ends:
+            end.send_bytes(self.message)
+        for end in self.ends:
+            end.recv_bytes()
+
+
+def send_back(end: Connection) -> None:
+    while message := end.recv_bytes():
+        end.send_bytes(message)
