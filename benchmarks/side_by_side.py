@@ -1,6 +1,6 @@
 """Time several ways of doing one thing side by side, and say how sure the ratios are."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from time import perf_counter
@@ -64,7 +64,7 @@ def _row(name: str, own: np.ndarray, base: np.ndarray) -> Row:
     return Row(name, float(np.median(own)), float(np.median(ratios)), float(low), float(high))
 
 
-def spread(rows: list[Row]) -> float:
+def spread(rows: Sequence[Row]) -> float:
     """Return how far from 1 the control's interval reaches: what the machine's noise can do."""
     (control,) = [row for row in rows if row.name.endswith(AGAIN)]
     return max(abs(control.low - 1), abs(control.high - 1))

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,41 +20,51 @@ ROUNDS = 12
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-CONFIG = ["--config", "scripts/configs/digits.yaml", "--set", "training.num_epochs=1"]
-BARE, TORCH = "torchrun bare.py", "import torch"
+FOLDER = "{folder}"
+FLAGS = ["--epochs=1", f"--checkpoint={FOLDER}/checkpoint.pt"]
+CONFIG = ["--config=scripts/configs/digits.yaml", "--set", "training.num_epochs=1"]
+CONFIG += [f"training.path={FOLDER}"]
+BARE, TORCH, BOTH = "torchrun bare.py", "import torch", "import torch, ddp_ref"
 
 
 def measure(rounds: int) -> list[Table]:
-    with TemporaryDirectory() as name:
-        jobs = compare(side_by_side(job_ways(Path(name)), rounds), BARE)
+    jobs = compare(side_by_side(job_ways(), rounds), BARE)
     times = side_by_side(import_ways(), rounds)
-    above = float(np.median(np.array(times["import torch, ddp_ref"]) - np.array(times[TORCH])))
+    above = float(np.median(np.array(times[BOTH]) - np.array(times[TORCH])))
     reached = goal(f"import ddp_ref takes {above * 1000:.0f} ms more, of 50 ms", above < 0.05)
     return [Table("a job", jobs, []), Table("an import", compare(times, TORCH), [reached])]
 
 
-def job_ways(folder: Path) -> dict[str, Callable[[], float]]:
-    flags = ["--epochs", "1", "--checkpoint", str(folder / "checkpoint.pt")]
-    path = f"training.path={folder}"
+def job_ways() -> dict[str, Callable[[], float]]:
     bare = command(*TORCHRUN, "benchmarks/bare.py")
     return {
         BARE: bare,
         BARE + AGAIN: bare,
-        "torchrun multigpu_torchrun.py": command(*TORCHRUN, "scripts/multigpu_torchrun.py", *flags),
-        "torchrun train_reference.py": command(
-            *TORCHRUN, "scripts/train_reference.py", *CONFIG, path
+        "torchrun multigpu_torchrun.py": command(*TORCHRUN, "scripts/multigpu_torchrun.py", *FLAGS),
+        "torchrun train_reference.py": command(*TORCHRUN, "scripts/train_reference.py", *CONFIG),
+        "multigpu_spawn.py": command(PYTHON, "scripts/multigpu_spawn.py", *FLAGS, "--nproc=2"),
+        "train_reference.py --nproc 2": command(
+            PYTHON, "scripts/train_reference.py", *CONFIG, "--nproc=2"
         ),
-        "multigpu_spawn.py": command(PYTHON, "scripts/multigpu_spawn.py", *flags, "--nproc", "2"),
     }
 
 
 def import_ways() -> dict[str, Callable[[], float]]:
     torch = command(PYTHON, "-c", "import torch")
-    both = command(PYTHON, "-c", "import torch, ddp_ref")
-    return {TORCH: torch, TORCH + AGAIN: torch, "import torch, ddp_ref": both}
+    return {TORCH: torch, TORCH + AGAIN: torch, BOTH: command(PYTHON, "-c", BOTH)}
 
 
 def command(*words: str) -> Callable[[], float]:
-    """Return the way that runs a command to its end; CalledProcessError if it fails."""
+    """Return the way that runs a command to its end, with FOLDER a new one each time.
+
+    CalledProcessError if it fails.
+    """
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return timed(lambda: subprocess.run(words, cwd=ROOT, env=env, check=True, capture_output=True))
+
+    def way() -> float:
+        with TemporaryDirectory() as folder:
+            line = [word.replace(FOLDER, folder) for word in words]
+            run = partial(subprocess.run, line, cwd=ROOT, env=env, check=True, capture_output=True)
+            return timed(run)()
+
+    return way

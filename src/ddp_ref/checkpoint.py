@@ -6,18 +6,19 @@ import uuid
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.serialization import get_crc32_options, set_crc32_options
 
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
-MARK = b"ddp_ref crc32 "  # before the sum of all bytes, in the comment of the zip archive
+MARK = b"ddp_ref contents crc32 "  # before that sum, in the comment of the zip archive
 NO_COMMENT = bytes(2)  # the length of the comment, how an archive without one ends
-CHUNK = 2**24  # bytes
 WRAPPED, COMPILED = "module.", "_orig_mod."  # what DDP and torch.compile add to names
 
 
@@ -35,7 +36,7 @@ def write(path: str | Path, state: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with temporary.open("x+b") as file:
             _save(dict(state), file)
         _check_readable(temporary)
         temporary.replace(path)
@@ -149,7 +150,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def check_finite(model: nn.Module) -> None:
     """Raise FloatingPointError for weights that no training comes back from."""
     for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
+        # The sum is one number to look at; that of finite ones may be too large, too.
+        if not torch.isfinite(parameter.sum()) and not torch.isfinite(parameter).all():
             raise FloatingPointError(f"{name} is not finite: it is not saved, load an earlier one")
     for name, buffer in model.named_buffers():
         if torch.isnan(buffer).any():  # an infinite one may be meant, such as a mask
@@ -167,10 +169,9 @@ class _Output:
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.flush = file, file.flush
-        self.sum, self.error = 0, None  # type: int, OSError | None
+        self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
-        self.sum = zlib.crc32(data, self.sum)
         try:
             return self.file.write(data)
         except OSError as error:
@@ -181,38 +182,52 @@ class _Output:
 def _save(state: dict[str, Any], file: BinaryIO) -> None:
     output = _Output(file)
     try:
-        torch.save(state, output)  # type: ignore[arg-type]  # it writes and flushes: enough
+        with _checksums():
+            torch.save(state, output)  # type: ignore[arg-type]  # it writes and flushes: enough
     except RuntimeError:
         if output.error:
             raise output.error from None
         raise
-    comment = MARK + f"{output.sum:08x}".encode()
+    comment = MARK + f"{_contents_sum(file):08x}".encode()
     file.seek(-len(NO_COMMENT), os.SEEK_END)
     file.write(len(comment).to_bytes(2, "little") + comment)
     file.flush()
     os.fsync(file.fileno())
 
 
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Have torch.save write the checksums of the data, whatever this process has set."""
+    before = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
+
+
+def _contents_sum(file: BinaryIO) -> int:
+    """Return the checksum of the archive's table of contents, up to its comment."""
+    with zipfile.ZipFile(file) as archive:
+        start, comment = archive.start_dir, archive.comment
+    end = file.seek(0, os.SEEK_END) - len(comment) - len(NO_COMMENT)
+    file.seek(start)
+    return zlib.crc32(file.read(end - start))
+
+
 def _check_sums(file: BinaryIO) -> None:
     """Raise RuntimeError where the bytes are not those that were written.
 
-    torch.load looks at no checksum, and the archive's own leave out its table of contents: with a
-    bit of that flipped, tensors are filled from anywhere. So its comment holds the sum of it all.
+    torch.load looks at no checksum. The archive has one of each part's data, and none of its table
+    of contents: with a bit of that flipped, tensors are filled from anywhere. So its comment holds
+    one, but for an archive that a bare torch.save has written.
     """
     with zipfile.ZipFile(file) as archive:
         comment = archive.comment
-        if not comment.startswith(MARK):  # a bare torch.save has written it
-            if damaged := archive.testzip():
-                raise RuntimeError(f"wrong checksum of {damaged}")
-            return
-    left = file.seek(0, os.SEEK_END) - len(comment) - len(NO_COMMENT)
-    file.seek(0)
-    found = 0
-    while left:
-        part = file.read(min(left, CHUNK))
-        found, left = zlib.crc32(part, found), left - len(part)
-    if zlib.crc32(NO_COMMENT, found) != int(comment.removeprefix(MARK), 16):
-        raise RuntimeError("wrong checksum")
+        if damaged := archive.testzip():
+            raise RuntimeError(f"wrong checksum of {damaged}")
+    if comment.startswith(MARK) and _contents_sum(file) != int(comment.removeprefix(MARK), 16):
+        raise RuntimeError("wrong checksum of the table of contents")
 
 
 def _check_readable(path: Path) -> None:

@@ -4,6 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
@@ -30,6 +31,7 @@ class ParallelExecutor:
         self.devices = _devices(num_gpus)
         self._pass_device = pass_device
         self._workers: dict[int, Worker] = {}
+        self._pool = ThreadPoolExecutor(len(self.devices))  # has no thread before the first run
         self._turn = Lock()
 
     def __enter__(self) -> "ParallelExecutor":
@@ -54,7 +56,7 @@ class ParallelExecutor:
         packed = dumps("func or an argument", (_on_device, func, args, kwargs))
         with self._turn:
             workers = [self._worker(number) for number in range(len(self.devices))]
-            return run_all(workers, lambda worker: worker.call(packed))
+            return run_all(workers, lambda worker: worker.call(packed), self._pool)
 
     def close(self) -> None:
         """End the workers; a later `run` starts new ones."""
@@ -63,7 +65,7 @@ class ParallelExecutor:
         idle = [worker for worker in workers if worker.idle]
         with suppress(RuntimeError, TimeoutError):  # the results are here: no matter how they end
             if idle:
-                run_all(idle, Worker.leave, LEAVE)
+                run_all(idle, Worker.leave, self._pool, LEAVE)
         for worker in workers:
             worker.end()
 

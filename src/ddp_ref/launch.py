@@ -4,6 +4,7 @@ import atexit
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from tempfile import TemporaryFile
@@ -58,7 +59,8 @@ def run_ranks(
             environment = _rank_environment(rank, nproc, store.port)
             workers.append(Worker(f"rank {rank}", environment, output))
             stack.callback(workers[-1].end)
-        return run_all(workers, take_part, timeout)
+        pool = stack.enter_context(ThreadPoolExecutor(nproc))
+        return run_all(workers, take_part, pool, timeout)
 
 
 def _as_rank(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

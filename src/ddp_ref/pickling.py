@@ -1,25 +1,58 @@
 """Send values to another process: functions by cloudpickle, tensors by `torch.save`."""
 
+import pickle
 from io import BytesIO
 from typing import Any
 
 import cloudpickle
 import torch
 
+PICKLE = b"\x80"  # a pickle begins with it, an archive of torch.save with another byte
+
 
 def dumps(what: str, value: Any) -> bytes:
     """Return `value` as bytes; raise TypeError, with `what` it is, where it does not pickle."""
+    try:
+        return _without_tensors(value)
+    except _HasTensors:
+        pass
+    except Exception as error:
+        raise _cannot(what, error) from error
     buffer = BytesIO()
     try:
         torch.save(value, buffer, pickle_module=_CloudPickle(), pickle_protocol=5)
     except Exception as error:
-        raise TypeError(f"{what} cannot be pickled: {error}") from error
+        raise _cannot(what, error) from error
     return buffer.getvalue()
 
 
 def loads(packed: bytes) -> Any:
     """Return what `dumps` packed; a tensor of a GPU that is not here comes to the CPU."""
+    if packed.startswith(PICKLE):
+        return pickle.loads(packed)
     return torch.load(BytesIO(packed), map_location=_place, weights_only=False)
+
+
+def _cannot(what: str, error: Exception) -> TypeError:
+    return TypeError(f"{what} cannot be pickled: {error}")
+
+
+class _HasTensors(Exception):
+    """The value holds tensors, which torch.save sends better than a pickle does."""
+
+
+def _without_tensors(value: Any) -> bytes:
+    """Return `value` pickled, a hundredth of torch.save's time; raise _HasTensors if it has any."""
+    buffer = BytesIO()
+    _Plain(buffer, 5).dump(value)
+    return buffer.getvalue()
+
+
+class _Plain(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            raise _HasTensors
+        return super().reducer_override(obj)
 
 
 class _CloudPickle:

@@ -152,27 +152,30 @@ class Worker:
 
 
 def run_all(
-    workers: Sequence[Worker], talk: Callable[[Worker], Any], timeout: timedelta | None = None
+    workers: Sequence[Worker],
+    talk: Callable[[Worker], Any],
+    pool: futures.Executor,
+    timeout: timedelta | None = None,
 ) -> list[Any]:
     """Hold `talk(worker)` with all workers at once and return their results in order.
 
-    The failure that came first is raised, or TimeoutError; workers that are busy then, or when the
-    caller is interrupted, are killed. A death comes before exceptions, which are its notes: peers
-    that lost their connection to a dead rank may report before its end is noticed.
+    `pool` has a thread for each of them. The failure that came first is raised, or TimeoutError;
+    workers that are busy then, or when the caller is interrupted, are killed. A death comes before
+    exceptions, which are its notes: peers that lost their connection to a dead rank may report
+    before its end is noticed.
     """
-    with futures.ThreadPoolExecutor(len(workers)) as pool:
-        talks: dict[futures.Future, Worker] = {}
-        try:
-            for worker in workers:
-                talks[pool.submit(talk, worker)] = worker
-            if _wait(talks, timeout):
-                futures.wait(talks, SETTLE)
-            failed = _failures(talks)
-            late = [worker.name for future, worker in talks.items() if not future.done()]
-        finally:
-            done = {worker for future, worker in talks.items() if future.done()}
-            for worker in set(workers) - done:
-                worker.end()
+    talks: dict[futures.Future, Worker] = {}
+    try:
+        for worker in workers:
+            talks[pool.submit(talk, worker)] = worker
+        if _wait(talks, timeout):
+            futures.wait(talks, SETTLE)
+        failed = _failures(talks)
+        late = [worker.name for future, worker in talks.items() if not future.done()]
+    finally:
+        done = {worker for future, worker in talks.items() if future.done()}
+        for worker in set(workers) - done:
+            worker.end()
     if failed:
         first, worker = min(failed, key=lambda pair: pair[0].when)
         raise first.error or _death(worker, [failure.error for failure, _ in failed])
