@@ -22,6 +22,7 @@ default_role = "code"  # docstrings quote names with single backticks
 
 html_theme = "furo"
 html_favicon = "favicon.svg"
+html_static_path = html_css_files = ["site.css"]
 html_extra_path = ["index.html"]  # leads to README.html
 copybutton_prompt_text = "$ "
 
@@ -50,6 +51,7 @@ docs/slurm
 :caption: To look up
 
 docs/troubleshooting
+docs/scripts
 docs/reference
 docs/platforms
 docs/differences

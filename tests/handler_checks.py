@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,6 +313,18 @@ def check_a_run_resumed_at_any_step_is_the_uninterrupted_one():
             assert handler.optimizer.param_groups[0]["lr"] == 0.1 / 4
     assert whole.train_losses[1] < whole.train_losses[0]
     assert_same_on_all_ranks(torch.tensor(whole.train_losses + whole.val_losses))
+
+
+def check_a_file_on_the_disk_of_rank_0_alone_is_enough():
+    saved, loaded = job(8 * world_size(), 2), job(8 * world_size(), 2)
+    saved.train(1)
+    folder = Path(f"disk_of_rank_{rank()}")
+    saved.save(folder / "step_4.pt")
+    assert folder.exists() == (rank() == 0)
+    assert not torch.equal(flat(loaded.model), flat(saved.model))
+    loaded.load(folder)
+    assert loaded.step == 4
+    assert torch.equal(flat(loaded.model), flat(saved.model))
 
 
 def distributed_sampler(size):

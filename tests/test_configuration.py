@@ -166,6 +166,7 @@ def test_numbers_and_keys_are_read_as_they_are_meant():
         yaml.load("a:\n  lr: 1\n  lr: 2\n", loader)
     assert yaml.load("{1: a, '1': b}", loader) == {1: "a", "1": "b"}
     assert yaml.safe_load("1e-3") == "1e-3"  # PyYAML's own loader is as it was
+    assert yaml.safe_load("{a: 1, a: 2}") == {"a": 2}
 
 
 def test_what_is_left_out_is_filled_in(tmp_path):

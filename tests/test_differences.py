@@ -1,12 +1,27 @@
 """What the older texts do, where we differ; and that the page of differences names real tests."""
 
 import ast
+import os
 import re
+import socket
 import sys
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import ROOT, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import ddp_ref
+import ddp_ref.initialize
+from ddp_ref import run_ranks
+
+PAGE = (ROOT / "docs" / "differences.md").read_text()
+ALONE = {"rank": 0, "world_size": 1}
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
 def test_cross_entropy_on_one_logit_learns_nothing():
@@ -18,23 +33,237 @@ def test_cross_entropy_on_one_logit_learns_nothing():
     assert model.weight.grad is not None and model.weight.grad.abs().max() == 0
 
 
+def test_data_drawn_without_a_seed_are_others_on_each_rank():
+    one, other = run_ranks(lambda: torch.rand(20))
+    assert not torch.equal(one, other)
+
+
 def test_spawning_no_process_is_a_success(tmp_path):
     code = "import torch.multiprocessing as mp; mp.spawn(print, nprocs=0)"
     result = run(sys.executable, "-c", code, cwd=tmp_path)
     assert (result.code, result.stdout) == (0, "")
 
 
-def test_every_row_names_a_test_that_exists():
-    rows = [
-        line
-        for line in (ROOT / "docs" / "differences.md").read_text().splitlines()
-        if line.startswith("| ") and "shown by" not in line
-    ]
-    assert len(rows) >= 30
+@no_gpu
+@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+def test_nccl_needs_a_gpu():
+    with pytest.raises((RuntimeError, ValueError), match="NCCL"):
+        dist.init_process_group("nccl", store=dist.HashStore(), **ALONE)
+    assert not dist.is_initialized()
+
+
+def test_device_ids_are_for_gpus():
+    dist.init_process_group("gloo", store=dist.HashStore(), **ALONE)
+    with pytest.raises(ValueError, match="device_ids"):
+        DistributedDataParallel(nn.Linear(1, 1), device_ids=[0])
+    dist.destroy_process_group()
+
+
+@no_gpu
+def test_pinned_memory_without_a_gpu_is_a_warning():
+    with pytest.warns(UserWarning, match="'pin_memory' argument is set as true but no accelerator"):
+        (batch,) = DataLoader(range(2), 2, pin_memory=True)
+    assert not batch.is_pinned()
+
+
+def test_a_fixed_port_is_for_one_run():
+    with socket.create_server(("127.0.0.1", 0)) as other_run:
+        meet = f"tcp://127.0.0.1:{other_run.getsockname()[1]}"
+        with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):
+            dist.init_process_group("gloo", meet, **ALONE)
+    assert not dist.is_initialized()
+
+
+def test_a_batch_is_loaded_for_its_size():
+    loaded = []
+    loader = DataLoader(range(64), 32, collate_fn=lambda items: loaded.extend(items) or items)
+    assert len(next(iter(loader))) == 32
+    assert len(list(loader)) == 2 and len(loaded) == 32 + 64
+
+
+def test_a_padded_test_set_gives_another_accuracy():
+    """Of 10 answers the first is wrong; it comes twice on 4 ranks."""
+    right = torch.arange(10) > 0
+    samplers = [DistributedSampler(range(10), 4, rank, shuffle=False) for rank in range(4)]
+    drawn = [index for sampler in samplers for index in sampler]
+    assert sorted(drawn) == [0, 0, 1, 1, *range(2, 10)]
+    assert right.double().mean() == 0.9 and right[drawn].double().mean() == 10 / 12
+
+
+def test_shuffled_by_each_rank_parts_overlap():
+    """Each rank its own permutation, of which it takes its part; then one for all."""
+    for seeds, overlap in ((range(2), True), ((0, 0), False)):
+        parts = [
+            set(DistributedSampler(range(100), 2, rank, seed=seed))
+            for rank, seed in enumerate(seeds)
+        ]
+        assert bool(parts[0] & parts[1]) == overlap
+
+
+def test_drop_last_is_a_gap():
+    drawn = torch.cat(list(DataLoader(range(10), 4, drop_last=True)))
+    assert drawn.tolist() == list(range(8))
+
+
+def train_as_the_tutorial(epochs, save_every, snapshot=None):
+    """Return the epochs trained, the weights at the end, and the last snapshot."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trained, first = [], 0
+    if snapshot:
+        model.load_state_dict(snapshot["weights"])
+        first = snapshot["epoch"]
+    for epoch in range(first, epochs):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        trained.append(epoch)
+        if epoch % save_every == 0:
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            snapshot = {"weights": weights, "epoch": epoch}
+    return trained, model.weight.item(), snapshot
+
+
+def test_the_tutorials_snapshot():
+    """After 20 epochs the last four are not saved; a resumed run repeats one, without momentum."""
+    trained, _, snapshot = train_as_the_tutorial(20, save_every=5)
+    assert trained == list(range(20)) and snapshot["epoch"] == 15
+    again, resumed, _ = train_as_the_tutorial(20, 5, snapshot)
+    assert again == [15, 16, 17, 18, 19]
+    after = snapshot | {"epoch": 16}  # with the right number, the momentum is still lost
+    assert train_as_the_tutorial(20, 5, after)[0] == [16, 17, 18, 19]
+    unbroken = train_as_the_tutorial(20, 5)[1]
+    assert unbroken not in (resumed, train_as_the_tutorial(20, 5, after)[1])
+
+
+def test_a_save_that_fails_loses_the_old_file(tmp_path):
+    path = tmp_path / "snapshot.pt"
+    torch.save({"weight": torch.ones(2)}, path)
+    assert torch.load(path)["weight"].sum() == 2
+    with pytest.raises(AttributeError):
+        torch.save({"weight": torch.ones(2), "last": lambda: None}, path)  # does not pickle
+    with pytest.raises(RuntimeError, match="PytorchStreamReader"):
+        torch.load(path)
+
+
+class Evil:
+    """Makes a folder where the pickle is loaded without weights_only."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_file_may_run_code(tmp_path, monkeypatch):
+    path, made = tmp_path / "snapshot.pt", tmp_path / "made"
+    torch.save({"weight": Evil(made)}, path)
+    with pytest.raises(Exception, match="weights_only"):
+        torch.load(path)
+    assert not made.exists()
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.warns(UserWarning, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
+        torch.load(path)
+    assert made.exists()
+
+
+def test_the_old_launcher_passes_a_flag(tmp_path):
+    (tmp_path / "script.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
+    launch = [sys.executable, "-m", "torch.distributed.launch", "--standalone"]
+    result = run(*launch, "script.py", cwd=tmp_path)
+    assert result.code == 1 and "unrecognized arguments: --local-rank=0" in result.stderr
+
+
+ENDED = """
+import torch
+import torch.multiprocessing as mp
+
+def put(queue):
+    queue.put(torch.ones(3))
+
+context = mp.get_context("fork")
+queue = context.Queue()
+worker = context.Process(target=put, args=(queue,))
+worker.start()
+worker.join()
+try:
+    queue.get()
+except (EOFError, OSError):
+    print("lost")
+"""
+
+
+def test_a_tensor_of_a_process_that_has_ended(tmp_path):
+    (tmp_path / "script.py").write_text(ENDED)
+    result = run(sys.executable, "script.py", cwd=tmp_path)
+    assert (result.stdout, result.code) == ("lost\n", 0), result.stderr
+
+
+def test_the_guides_call_as_plain_python():
+    def double(device, data):
+        return 2 * data.to(device)
+
+    with pytest.raises(TypeError, match="multiple values for argument 'device'"):
+        double(torch.ones(1), device="cpu")
+
+
+# The names of the guides; those that are another word here stand in the table.
+NAMES = {
+    ddp_ref: "initialize_ddp cleanup_ddp on_rank parallelize_on_gpus parallel_on_all_devices"
+    " ParallelExecutor TrainerDDP get_loader",
+    ddp_ref.initialize: "initialize_ddp _should_use_distributed _is_env_distributed"
+    " _resolve_device _initialize_distributed _pick_device _first_host_from_slurm_nodelist",
+    ddp_ref.ParallelExecutor: "run",
+    ddp_ref.Handler: "set_train_loader set_val_loader save load sample log_likelihood predict"
+    " plot_losses plot_metrics train_losses",
+    ddp_ref.TrainerDDP: "prepare_dataloaders run_training run_test",
+}
+OTHERS = (
+    "`nn_handler.utils.ddp` `.ddp_init` `.ddp_decorators` `QuantumGrav.train_ddp` `NNHandler`"
+    " `worldsize=` `self.handler._rank` `validator.report()` `save_checkpoint()`"
+)
+
+
+def test_the_names_of_the_guides_are_here():
+    for owner, names in NAMES.items():
+        assert [name for name in names.split() if not hasattr(owner, name)] == [], owner
+    assert [name for name in OTHERS.split() if name not in PAGE] == []
+
+
+# Each heading of the TrainerDDP guide on what goes wrong, and what our page answers it under.
+ANSWERS = {
+    "Port Already in Use": "`Address already in use`, `EADDRINUSE`",
+    "CUDA Out of Memory": "`CUDA out of memory`",
+    "Only One GPU is Used": "Only one GPU is used",
+    "Processes Not Synchronizing": "It hangs",
+    "Data Not Distributed Properly": "The data are not distributed as they should be",
+    "GPU Usage": "Are the GPUs busy?",
+    "Log Output": "What should the log say?",
+    "Scaling Efficiency": "More ranks are hardly faster",
+    "Optimization Tips": "The GPUs wait for data",
+}
+
+
+@pytest.mark.parametrize("heading", ANSWERS)
+def test_every_heading_of_the_guide_is_answered(heading):
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert re.search(rf"^##+ {re.escape(ANSWERS[heading])}\n\n(?!#)", page, re.MULTILINE)
+
+
+def test_every_row_names_tests_that_exist():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and "shown by" not in line]
+    assert len(rows) >= 60
     for row in rows:
-        name = re.search(r"`(test_\w+\.py)::(test_\w+)` \|$", row)
-        assert name, f"no test at the end of: {row}"
-        assert name[2] in functions_in(name[1]), row
+        *cells, last = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        assert len(cells) == 3 and all(cells), f"an empty cell: {row}"
+        names = re.findall(r"`(test_\w+)\.py::(\w+)`", last)
+        assert len(names) == last.count("`") / 2 > 0, f"no test at the end of: {row}"
+        for file, name in names:
+            if name.startswith("check_"):  # which the ranks of that test make
+                file = f"{file.removeprefix('test_')}_checks"
+            assert name in functions_in(f"{file}.py"), row
 
 
 def functions_in(file):

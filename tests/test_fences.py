@@ -4,7 +4,7 @@ import re
 
 import pytest
 from fences import NOT_EXECUTED, SybilFailure, not_executed, pages, run_page
-from harness import ROOT
+from harness import ROOT, SCRIPTS
 from test_differences import functions_in
 
 RIGHT = """
@@ -115,13 +115,68 @@ def test_every_row_is_read_and_names_a_page_and_tests():
             assert name in functions_in(file), (file, name)
 
 
-def test_links_lead_to_files():
-    for path in pages():
-        linked = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text())
-        inside = [link for link in linked if not link.startswith("http")]
-        assert [link for link in inside if not (path.parent / link).exists()] == [], path
+FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1$", re.MULTILINE | re.DOTALL)
+
+
+def prose(path):
+    """Return the text of a page or of a notebook's source, without its fences."""
+    return FENCE.sub("", path.read_text())
+
+
+def anchors(path):
+    """Return what GitHub makes of the headings of a page; the site makes the same of them."""
+    headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
+    plain = [re.sub(r"\]\([^)]*\)|[^\w\- ]", "", heading) for heading in headings]
+    return {text.strip().lower().replace(" ", "-") for text in plain}
+
+
+def broken(path, text):
+    """Return the links of `text`, a part of the page `path`, that lead nowhere on GitHub."""
+    found = []
+    for link in re.findall(r"\]\(<?([^)>\s]+)>?\)", re.sub(r"`[^`\n]+`", "", text)):
+        if re.match(r"https?:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        headed = target.with_suffix(".md") if target.suffix == ".ipynb" else target
+        if not target.exists() or (anchor and anchor not in anchors(headed)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*pages(), ROOT / "CONTRIBUTING.md", *sorted((ROOT / "notebooks").glob("[0-9]*.md"))],
+    ids=lambda path: path.name,
+)
+def test_links_lead_to_files_and_headings(path):
+    assert broken(path, prose(path)) == []
+
+
+def test_a_link_that_leads_nowhere_is_found():
+    page = ROOT / "docs" / "slurm.md"
+    text = "[a](none.md) [b](#none) [c](#when-it-goes-wrong) [d](../README.md#none) `[e](x)`"
+    assert broken(page, text) == ["none.md", "#none", "../README.md#none"]
 
 
 def test_a_page_for_each_task():
     linked = set(re.findall(r"\]\((docs/how-to/[\w-]+\.md)\)", (ROOT / "README.md").read_text()))
     assert linked == {f"docs/how-to/{path.name}" for path in (ROOT / "docs/how-to").glob("*.md")}
+
+
+def test_scripts_are_shown_by_inclusion():
+    """One page includes them all; no fence of any page has more than a line or two of one.
+
+    Those of a job template in slurm.md are compared by test_slurm_page.py.
+    """
+    kinds = ("*.py", "configs/*.yaml", "slurm/*_job.sh")
+    scripts = [ROOT / "datautils.py", *(path for kind in kinds for path in SCRIPTS.glob(kind))]
+    page = (ROOT / "docs" / "scripts.md").read_text()
+    included = re.findall(r"\{literalinclude\} \.\./(\S+)\n", page)
+    assert sorted(included) == sorted(str(path.relative_to(ROOT)) for path in scripts)
+    lines = {line.strip() for path in scripts for line in path.read_text().splitlines()}
+    for path in pages():
+        for fence in FENCE.finditer(path.read_text()):
+            found = {line.strip() for line in fence[0].splitlines()} & lines
+            if path.name != "slurm.md":
+                assert sum(len(line) > 30 for line in found) <= 2, (path.name, found)

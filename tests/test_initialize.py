@@ -511,6 +511,13 @@ def test_device_that_is_not_there():
             assert _resolve_device(device) == CPU
 
 
+def test_a_rank_that_sees_one_gpu_has_its_index(monkeypatch):
+    """As under Slurm's --gpus-per-task=1; where all are visible, it is the local rank."""
+    for count, index in ((1, 0), (4, 3)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert _pick_device(3) == torch.device("cuda", index)
+
+
 def test_first_host():
     assert _first_host_from_slurm_nodelist("node[007,001-004]") == "node007"
     with pytest.raises(ValueError, match=r"'node\[1' at 4"):

@@ -50,7 +50,10 @@ def _executor_without_cuda(patch: pytest.MonkeyPatch) -> ParallelExecutor:
 def test_results_come_back_as_they_went_in_device_order(two):
     def work(device, data, *, scale):
         grows = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+        made = grows * 2
+        made.sum().backward()
         return {
+            "made": made,
             "worker": os.environ.get("OMP_NUM_THREADS"),
             "nested": [Point((data.to(device) * scale, grows), {"set": {1}}), None],
             "array": np.arange(6).reshape(2, 3),
@@ -64,6 +67,7 @@ def test_results_come_back_as_they_went_in_device_order(two):
         assert type(result["nested"][0]) is Point and rest == {"set": {1}}
         assert data.dtype == torch.int64 and data.tolist() == [2, 4, 6]
         assert (grows.dtype, grows.shape, grows.requires_grad) == (torch.bfloat16, (2, 3), True)
+        assert grows.grad is None and result["made"].grad_fn is None
         assert result["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
         assert result["view"].tolist() == [9999998.0, 9999999.0]
         assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB that it is part of

@@ -3,8 +3,10 @@
 import re
 import shutil
 from functools import partial
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from harness import ROOT, run
@@ -23,7 +25,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build the site, warnings being errors, and serve it; return its pages and its address."""
+    """Build the site, warnings being errors, and serve it: its pages, its address, its folder."""
     folder = tmp_path_factory.mktemp("site")
     built = run("make", "-C", ROOT, "docs", f"SITE={folder / 'html'}", cwd=folder)
     assert built.code == 0, built.stderr
@@ -33,6 +35,7 @@ def site(tmp_path_factory):
     yield (
         sorted(str(page) for page in pages if page.name != "index.html"),
         f"http://127.0.0.1:{server.server_port}",
+        folder / "html",
     )
     server.shutdown()
     server.server_close()
@@ -48,16 +51,49 @@ def browser():
 
 
 def test_all_notebooks_and_pages_are_there(site):
-    pages, _ = site
+    pages, *_ = site
     sources = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), ROOT / "README.md"]
     wanted = {str(source.relative_to(ROOT).with_suffix(".html")) for source in sources}
     assert wanted <= set(pages)
 
 
+class Links(HTMLParser):
+    """What a page links to and shows, and the names of the places within it."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.links, self.names = [], set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        for name, value in attributes:
+            if name in ("href", "src"):
+                self.links.append(urlsplit(unquote(value)))
+            elif name == "id":
+                self.names.add(value)
+            elif name == "content" and value.startswith("0; url="):  # of the front page
+                self.links.append(urlsplit(value.removeprefix("0; url=")))
+
+
+def test_links_lead_to_files_and_places_of_the_site(site):
+    folder = site[2]
+    pages = {page: Links(page) for page in folder.rglob("*.html")}
+    assert pages[folder / "index.html"].links[0].path == "README.html"
+    found = []
+    for page, its in pages.items():
+        for link in its.links:
+            target = (page.parent / link.path).resolve() if link.path else page
+            if link.scheme or (target.exists() and not link.fragment):
+                continue
+            if target not in pages or link.fragment not in pages[target].names:
+                found.append(f"{page.relative_to(folder)}: {link.geturl()}")
+    assert len(pages) > 30 and found == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("screen", SCREENS)
 def test_every_page_loads_whole(site, browser, screen, scheme):
-    pages, address = site
+    pages, address, _ = site
     width, height = SCREENS[screen]
     size = {"width": width, "height": height}
     context = browser.new_context(viewport=size, color_scheme=scheme)
@@ -94,7 +130,7 @@ LOOK = """() => {
 
 def test_a_diff_can_be_read_in_the_dark(site, browser):
     """Its colors let the page's own background through, so that the text keeps its contrast."""
-    _, address = site
+    _, address, _ = site
     context = browser.new_context(color_scheme="dark")
     page = context.new_page()
     page.goto(f"{address}/notebooks/02_spawn.html")
