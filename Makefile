@@ -11,12 +11,13 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+PEERS := .venv/.peers
 CLUSTER := scripts/slurm/local_cluster.sh
 CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-docs test-notebooks test-site test-slurm drill lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-docs test-notebooks test-site test-slurm drill bench lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -85,6 +86,13 @@ test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and 
 
 drill: $(READY)  ## break a job ROUNDS times, drawn from SEED, and see it end right; srun after slurm-up
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)
+
+bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benchmarks.md: half an hour, idle
+	$(BIN)/python benchmarks/bench.py --markdown docs/benchmarks.md $(ARGS)
+
+$(PEERS): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[bench]'
+	@touch $(PEERS)
 
 lint: $(READY)  ## check format, lint and types
 	$(BIN)/ruff format --check .

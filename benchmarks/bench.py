@@ -1,8 +1,8 @@
 """Measure what ddp_ref costs, beside raw PyTorch and its peers: make bench
 
-python benchmarks/bench.py                       all of them, on the terminal: half an hour
-python benchmarks/bench.py waits steps           these
-python benchmarks/bench.py waits --write         into docs/benchmarks.md as well
+python benchmarks/bench.py                     all of them, on the terminal: half an hour
+python benchmarks/bench.py waits steps         these
+python benchmarks/bench.py waits --markdown docs/benchmarks.md
 
 The ways are taken in turns, in one run on an otherwise idle machine; a control, the base measured
 twice, tells what differences mean nothing.
@@ -11,13 +11,14 @@ twice, tells what differences mean nothing.
 import argparse
 import importlib
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from tables import machine, markdown, write_section
+from tables import around_marks, machine, markdown, write_section
 
 NAMES = (
     "steps",
@@ -31,7 +32,6 @@ NAMES = (
     "finale",
     "gpu",
 )
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks.md"
 BUSY = 0.3  # other programs' share of a core from which a warning is due
 
 
@@ -42,7 +42,7 @@ def main() -> None:
         print(f"warning: the load is {load:.1f}: ratios are for an otherwise idle machine")
     for name in args.names:
         with nullcontext() if name == "gpu" else no_gpus():
-            run(importlib.import_module(name), args.rounds, args.write)
+            run(importlib.import_module(name), args.rounds, args.markdown)
 
 
 def no_gpus() -> AbstractContextManager[Any]:
@@ -56,24 +56,32 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
     parser.add_argument("--rounds", type=int, help="how many (each benchmark's own number)")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE.name} and its figures")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables there too")
     args = parser.parse_args()
     if unknown := set(args.names) - set(NAMES):
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}: {', '.join(NAMES)}")
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {args.rounds}")
     args.names = args.names or NAMES
+    try:  # now, and not when all has been measured
+        for name in args.names if args.markdown else ():
+            around_marks(args.markdown, name)
+    except (OSError, ValueError) as error:
+        parser.error(f"--markdown: {error}")
     return args
 
 
-def run(benchmark: ModuleType, rounds: int | None, write: bool) -> None:
-    """Measure, and print what was found."""
+def run(benchmark: ModuleType, rounds: int | None, page: Path | None) -> None:
+    """Measure, print what was found, and write it into `page`."""
     name, about = benchmark.__name__, benchmark.__doc__ or ""
     print(f"\n## {name}: {about.strip().splitlines()[0]}\n", flush=True)
-    tables = benchmark.measure(rounds or benchmark.ROUNDS)
+    try:
+        tables = benchmark.measure(rounds or benchmark.ROUNDS)
+    except ImportError as error:
+        sys.exit(f"{error}: pip install -c constraints.txt -e '.[bench]', as make bench does")
     print("\n\n".join(map(markdown, tables)), flush=True)
-    if write and tables:
-        write_section(PAGE, name, about.strip(), tables)
+    if page and tables:
+        write_section(page, name, about.strip(), tables)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -121,13 +120,17 @@ def write_section(page: Path, name: str, about: str, tables: Sequence[Table]) ->
     draw(tables, page.parent / figure)
     image = f"![{in_words(tables)}]({figure.as_posix()})"
     parts = [about, *map(markdown, tables), image, f"On {machine()}."]
+    head, tail = around_marks(page, name)
+    page.write_text("\n\n".join([head, *parts, tail]), encoding="utf-8")
+
+
+def around_marks(page: Path, name: str) -> tuple[str, str]:
+    """Return the text of `page` up to what benchmark `name` writes, and from there on."""
     begin, end = (mark.format(name) for mark in MARKS)
     text = page.read_text(encoding="utf-8")
-    section = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if not section.search(text):
-        raise ValueError(f"{page} has no place for {name}: add {begin} and {end}")
-    body = "\n\n".join([begin, *parts, end])
-    page.write_text(section.sub(lambda _: body, text), encoding="utf-8")
+    if begin not in text or end not in text:
+        raise ValueError(f"{page} lacks the lines {begin} and {end}")
+    return text.partition(begin)[0] + begin, end + text.partition(end)[2]
 
 
 def machine() -> str:

@@ -56,6 +56,7 @@ docs/reference
 docs/platforms
 docs/differences
 docs/fault-drill
+docs/benchmarks
 docs/not-executed
 CONTRIBUTING
 ```

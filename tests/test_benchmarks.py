@@ -1,0 +1,78 @@
+"""The benchmarks: what they make of times, and one of them measured for real."""
+
+import sys
+
+import numpy as np
+import pytest
+from harness import ROOT, run
+from side_by_side import AGAIN, compare, side_by_side, spread
+from tables import Table, markdown, number
+
+BENCH = ROOT / "benchmarks" / "bench.py"
+PAGE = """before
+<!-- begin of what bench.py has written: waits -->
+old
+<!-- end: waits -->
+after"""
+
+
+def test_ratios_are_of_the_same_round():
+    """A machine that becomes ten times slower halfway changes no ratio."""
+    drawn = np.random.default_rng(0)
+    pace = np.repeat([1.0, 10.0], 50)
+    base, control, slow = (factor * pace * drawn.normal(1, 0.02, 100) for factor in (1, 1, 1.5))
+    times = {"base": list(base), "base" + AGAIN: list(control), "slow": list(slow)}
+    first, again, other = rows = compare(times, "base")
+    assert first.ratio == first.low == first.high == 1
+    assert other.low < 1.5 < other.high and other.high - other.low < 0.05
+    assert again.low < 1 < again.high
+    assert spread(rows) == max(1 - again.low, again.high - 1) < 0.02
+
+
+def test_a_round_takes_each_way_once_in_orders_that_all_ranks_draw_alike():
+    def play():
+        taken = []
+        ways = {name: lambda name=name: taken.append(name) or len(taken) for name in "abcd"}
+        return taken, side_by_side(ways, rounds=20, warm_up=2)
+
+    (taken, times), (again, _) = play(), play()
+    rounds = [tuple(taken[at : at + 4]) for at in range(0, len(taken), 4)]
+    assert len(rounds) == 22 and all(sorted(each) == list("abcd") for each in rounds)
+    assert len(set(rounds)) > 5 and taken == again
+    assert {len(found) for found in times.values()} == {20}  # without those to warm up
+    assert min(map(min, times.values())) > 8
+
+
+def test_a_table_shows_times_speeds_and_ratios():
+    times = {"base": [0.5, 0.5], "base" + AGAIN: [0.5, 0.5], "slow": [1.0, 1.0]}
+    text = markdown(Table("a way", compare(times, "base"), ["a goal (missed)"], nbytes=10**9))
+    assert "| slow | 1 s | 1.00 | 2.000 | 2.000 to 2.000 |" in text
+    assert "reaches 0.0% from 1" in text and "- a goal (missed)" in text
+    assert [number(ratio) for ratio in (0.5, 12.34, 4321.0)] == ["0.500", "12.3", "4,321"]
+
+
+def test_a_benchmark_is_measured_and_written(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    ended = run(sys.executable, BENCH, "waits", "--rounds=2", "--markdown", page, cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    (row,) = [line for line in ended.stdout.splitlines() if line.startswith("| on_rank(0) |")]
+    text = page.read_text()
+    assert row in text and "old" not in text and "A/A" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter")
+    assert "on_rank(0) " in text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
+    assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["speed"], "there is no benchmark speed: steps, workers"),
+        (["waits", "--rounds=0"], "--rounds must be at least 1, not 0"),
+        (["steps", "--markdown=page.md"], "page.md lacks the lines <!-- begin of what"),
+    ],
+)
+def test_a_wrong_call_is_refused_before_anything_is_measured(tmp_path, flags, message):
+    (tmp_path / "page.md").write_text(PAGE)
+    ended = run(sys.executable, BENCH, *flags, cwd=tmp_path)
+    assert ended.code == 2 and message in ended.stderr.splitlines()[-1]
