@@ -31,7 +31,7 @@ CAUSES = {
     "kill": f"SIGKILL|Killed|{LOST}",
     "stop": "[Tt]imed out|[Tt]imeout",
     "pause": "(?!)",  # it must go on
-    "interrupt": f"SIGINT|KeyboardInterrupt|nterrupt|{LOST}",
+    "interrupt": f"SIGINT|KeyboardInterrupt|nterrupt|sending Ctrl-C|{LOST}",
     "terminate": f"ended by a signal at step|SIGTERM|Terminated|got signal: 15|{LOST}",
     "exception": "RuntimeError: the drill's own on rank",
     "full disk": "No space left on device",

@@ -38,11 +38,14 @@ def train(rank, config):
 
 
 def train_spawned(rank, config):
-    """As `train`; mp.spawn takes a rank that was interrupted for one that has ended well."""
+    """As `train`; each rank tells of its end, as mp.spawn shows one alone, maybe a peer's."""
     try:
         train(rank, config)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # which mp.spawn takes for a good end
         sys.exit(f"error: rank {rank} was interrupted")
+    except Exception as error:
+        print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        raise
 
 
 def spawn(nproc, config):

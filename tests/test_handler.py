@@ -10,13 +10,14 @@ from pathlib import Path
 import handler_checks
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run, torchrun
 from rank_checks import check_passes, checks
 from torch import nn
 from torch.utils.data import RandomSampler
 from training_job import Points, accuracy, flat, job, network
 
-from ddp_ref import Callback, Checkpoint, Handler, run_ranks
+from ddp_ref import Callback, Checkpoint, Handler, initialize_ddp, run_ranks
 from ddp_ref.exchange import caught_signals
 
 SCRIPT = "handler_checks.py"
@@ -348,6 +349,27 @@ def test_an_error_of_one_rank_in_a_callbacks_prediction_is_the_error_of_all():
 
     with pytest.raises(KeyError, match="an item"):
         run_ranks(work, nproc=2, timeout=LIMIT)
+
+
+def test_what_a_callback_raised_before_its_collective_call_is_said_on_its_rank():
+    """The others wait in the call: no exchange follows, and the group's timeout ends them."""
+
+    def work():
+        rank = initialize_ddp(timeout=timedelta(seconds=5)).rank
+
+        class Sends(Callback):
+            def on_epoch_end(self):
+                if rank == 1:
+                    raise KeyError("of rank 1 alone")
+                dist.recv(torch.zeros(1), 1)
+
+        try:
+            job(12, 2, callbacks=[Sends()]).train(1)
+        except (KeyError, RuntimeError) as error:
+            return repr(error), type(error.__cause__)
+
+    _, (said, cause) = run_ranks(work, nproc=2, timeout=LIMIT)
+    assert said == "KeyError('of rank 1 alone')" and issubclass(cause, RuntimeError)
 
 
 class Words(UserDict):

@@ -106,6 +106,17 @@ def test_a_signal_to_the_parent_saves(tmp_path):
     assert step and saved(tmp_path, int(step[1]))
 
 
+def test_each_rank_of_nproc_says_what_ended_it(tmp_path):
+    """mp.spawn shows the error of one: of the first that it finds, maybe of a peer."""
+    script, line = tmp_path / "fails.py", "    setup_logging(rank)\n"
+    text = SCRIPT.read_text()
+    assert text.count(line) == 1
+    script.write_text(text.replace(line, '    raise RuntimeError(f"the own one of {rank}")\n'))
+    ended = run(sys.executable, script, "--config", CONFIG, "--nproc", "2", cwd=tmp_path)
+    said = re.findall(r"error: rank (\d): RuntimeError: the own one of (\d)\n", ended.stderr)
+    assert ended.code == 1 and said and all(rank == own for rank, own in said), ended.stderr
+
+
 def test_ranks_that_are_interrupted_are_an_error(tmp_path):
     """To mp.spawn alone it is a success: it takes the interrupt of a rank for one of its own."""
     flags = ["--config", CONFIG, "--nproc", "2", "--set", "training.num_epochs=9999"]

@@ -134,6 +134,14 @@ class Exchange:
                 raise error
         return total
 
+    def raise_untold(self, end: BaseException) -> None:
+        """Raise a callback's error that the ranks have not met to hear of; `end` came before.
+
+        Where the callback was to make a collective call that the others wait in, none can follow.
+        """
+        if self.requests.error is not None and isinstance(end, Exception):
+            raise self.requests.error from end
+
     @contextmanager
     def final(self) -> Iterator[None]:
         """Have what is raised in the block end this rank's training at once, also in a callback.

@@ -208,6 +208,7 @@ class Handler:
                 self._train_epochs(epochs)
             except (Exception, KeyboardInterrupt) as error:
                 self.log(f"ended by {type(error).__name__}: {error}")
+                self._exchange.raise_untold(error)
                 raise
 
     def stop(self) -> None:
