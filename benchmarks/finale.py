@@ -6,20 +6,22 @@ the benchmark fails.
 """
 
 import runpy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from side_by_side import AGAIN, Row, compare, side_by_side
-from steps import OURS, RAW, STEPS, Clock, Way, check_equal, make_loader
+from side_by_side import AGAIN, Row, compare
+from steps import OURS, RAW, Tick, check_equal, make_loader
 from tables import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
+from turns import steps_of, take_turns
 
 from ddp_ref import Callback, Handler, initialize_ddp, run_ranks
 
-ROUNDS, RANKS = 20, 2
+ROUNDS, RANKS = 300, 2
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "char_gpt.py"
 BATCH, BLOCK = {"cpu": 8, "cuda": 64}, 64  # rows of a rank, characters of a row
 
@@ -37,14 +39,14 @@ def speeds(rows: list[Row], batch: int) -> list[str]:
 def times_on_rank(
     rounds: int, device: str = "cpu", backend: str = "gloo"
 ) -> dict[str, list[float]]:
-    """Return the seconds of a step, by way and round."""
-    world_size = initialize_ddp(backend=backend, use_distributed=True).world_size
-    torch.set_num_threads(1)
+    """Return the seconds of a step, by way and round; all weights are equal, or it raises."""
+    ranks = initialize_ddp(backend=backend, use_distributed=True).world_size
     char_gpt = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
     text = char_gpt.read_text()
     vocabulary = "".join(sorted(set(text)))
     rows = char_gpt.windows(char_gpt.encode(text, vocabulary), BLOCK)
-    data = char_gpt.pairs(rows.repeat(8, 1)[: STEPS * BATCH[device] * world_size])
+    needed = steps_of(rounds) * BATCH[device] * ranks
+    data = char_gpt.pairs(rows.repeat(-(-needed // len(rows)), 1)[:needed])
 
     def make_model() -> nn.Module:
         torch.manual_seed(0)
@@ -52,63 +54,51 @@ def times_on_rank(
 
     makers = {RAW: by_hand, RAW + AGAIN: by_hand, OURS: with_handler}
     models = {name: make_model() for name in makers}
-    ways = {name: make(char_gpt, models[name], data) for name, make in makers.items()}
-    times = side_by_side(ways, rounds)
+    ways = {name: partial(way, char_gpt, models[name], data) for name, way in makers.items()}
+    times = take_turns(ways, rounds)
     check_equal(models, make_model())
     return times
 
 
-def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset) -> Way:
+def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     device = next(model.parameters()).device
-    replica, optimizer, clock = DDP(model), make_optimizer(model), Clock()
+    replica, optimizer = DDP(model), make_optimizer(model)
     schedule = make_schedule(char_gpt, optimizer)
     bf16 = torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
-    loader, begin = make_loader(data, BATCH[device.type])
-
-    def epoch() -> float:
-        begin()
-        clock.start()
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            with bf16:
-                outputs = replica(inputs.to(device))
-                loss = char_gpt.next_character_loss(outputs, targets.to(device))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            clock.tick()
-        return clock.seconds()
-
-    return epoch
+    for inputs, targets in make_loader(data, BATCH[device.type]):
+        optimizer.zero_grad()
+        with bf16:
+            outputs = replica(inputs.to(device))
+            loss = char_gpt.next_character_loss(outputs, targets.to(device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        tick()
 
 
-def with_handler(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset) -> Way:
-    device, optimizer, clock = next(model.parameters()).device, make_optimizer(model), Clock()
+def with_handler(
+    char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset, tick: Tick
+) -> None:
+    device, optimizer = next(model.parameters()).device, make_optimizer(model)
 
-    class Tick(Callback):
+    class Ticks(Callback):
         def on_step_end(self) -> None:
-            clock.tick()
+            tick()
 
     handler = Handler(
         model,
         optimizer,
         char_gpt.next_character_loss,
         scheduler=(make_schedule(char_gpt, optimizer), "step"),
-        callbacks=[Tick()],
+        callbacks=[Ticks()],
         clip_norm=1.0,
         precision="bf16" if device.type == "cuda" else "fp32",
         device=device,
         use_distributed=True,
     )
     handler.set_train_loader(data, BATCH[device.type])
-
-    def epoch() -> float:
-        clock.start()
-        handler.train(handler.epoch + 1)
-        return clock.seconds()
-
-    return epoch
+    handler.train(1)
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -118,6 +108,4 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def make_schedule(
     char_gpt: SimpleNamespace, optimizer: torch.optim.Optimizer
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: char_gpt.rate(step, 10 * STEPS)
-    )
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: char_gpt.rate(step, 1000))

@@ -11,7 +11,7 @@ from tables import Table
 
 from ddp_ref import run_ranks
 
-ROUNDS = 20
+ROUNDS = 200
 WIDTH = 1024
 NAMES = (steps.RAW, steps.RAW + AGAIN, steps.OURS)
 GROUPS = {"nccl, one rank": ("nccl", 1), "gloo, two ranks on one GPU": ("gloo", 2)}

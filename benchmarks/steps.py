@@ -2,33 +2,34 @@
 
 The same model, data, order and processes: two ranks of one thread on the CPU, batches of 32 from a
 `TensorDataset`. Each way has a model of its own, which starts and ends with the same weights as the
-raw loop's, bit for bit, or the benchmark fails. A round trains each for 110 steps, in the same two
-processes, and times the last 100.
+raw loop's, bit for bit, or the benchmark fails. The ways take turns of ten steps, in the same two
+processes. Lightning's and ignite's loops also do what they do by default besides training, such as
+keeping the loss; logging, progress bars and checkpoints are off.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import count
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from side_by_side import AGAIN, Row, compare, side_by_side, spread
+from side_by_side import AGAIN, Row, compare, spread
 from tables import Table, goal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
+from turns import steps_of, take_turns
 
 from ddp_ref import Callback, Handler, initialize_ddp, run_ranks
 
-ROUNDS, RANKS = 60, 2
-BATCH, STEPS, SKIP, FEATURES, CLASSES = 32, 110, 10, 64, 10
-WIDTHS = {"a step of about 2 ms": 256, "a step of about 6 ms": 640}
+ROUNDS, RANKS = 1200, 2
+BATCH, FEATURES, CLASSES = 32, 16, 10
+WIDTHS = {"a step of about 2 ms": 64, "a step of about 6 ms": 256}
 RAW, OURS = "raw DDP", "Handler"
-Way = Callable[[], float]
+Tick = Callable[[], None]
 
 
 def measure(rounds: int) -> list[Table]:
@@ -52,32 +53,15 @@ def against_raw(rows: list[Row]) -> list[str]:
     ]
 
 
-class Clock:
-    """When each step of an epoch ended."""
-
-    def start(self) -> None:
-        self.ends: list[float] = []
-
-    def tick(self) -> None:
-        if torch.cuda.is_initialized() and len(self.ends) in (SKIP - 1, STEPS - 1):
-            torch.cuda.synchronize()  # what was only asked for is not done
-        self.ends.append(perf_counter())
-
-    def seconds(self) -> float:
-        """Return the seconds a step, of those after the first SKIP."""
-        assert len(self.ends) == STEPS, len(self.ends)
-        return (self.ends[-1] - self.ends[SKIP - 1]) / (STEPS - SKIP)
-
-
 def make_model(width: int) -> nn.Module:
     torch.manual_seed(0)
     hidden = [layer for _ in range(3) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, CLASSES))
 
 
-def make_data() -> TensorDataset:
+def make_data(steps: int, ranks: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(RANKS * BATCH * STEPS, FEATURES, generator=generator)
+    inputs = torch.randn(ranks * BATCH * steps, FEATURES, generator=generator)
     return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
 
 
@@ -85,107 +69,66 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def make_loader(
-    data: TensorDataset, batch: int = BATCH
-) -> tuple[DataLoader[Any], Callable[[], None]]:
-    """Return a loader of this rank's batches, and what begins its next epoch."""
-    sampler: DistributedSampler[Any] = DistributedSampler(data)
-    epochs = count()
-    loader = DataLoader(data, batch, sampler=sampler)
-    return loader, lambda: sampler.set_epoch(next(epochs))
+def make_loader(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
+    """Return a loader of this rank's batches, in the order that `Handler` has as well."""
+    return DataLoader(data, batch, sampler=DistributedSampler(data))
 
 
-def raw(model: nn.Module, data: TensorDataset) -> Way:
+def raw(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     device = next(model.parameters()).device
-    replica, optimizer, clock = DDP(model), make_optimizer(model), Clock()
-    loader, begin = make_loader(data)
-
-    def epoch() -> float:
-        begin()
-        clock.start()
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            F.cross_entropy(replica(inputs.to(device)), targets.to(device)).backward()
-            optimizer.step()
-            clock.tick()
-        return clock.seconds()
-
-    return epoch
+    replica, optimizer = DDP(model), make_optimizer(model)
+    for inputs, targets in make_loader(data):
+        optimizer.zero_grad()
+        F.cross_entropy(replica(inputs.to(device)), targets.to(device)).backward()
+        optimizer.step()
+        tick()
 
 
-def handler(model: nn.Module, data: TensorDataset) -> Way:
-    clock = Clock()
-
-    class Tick(Callback):
+def handler(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
+    class Ticks(Callback):
         def on_step_end(self) -> None:
-            clock.tick()
+            tick()
 
     made = Handler(
         model,
         make_optimizer(model),
         F.cross_entropy,
-        callbacks=[Tick()],
+        callbacks=[Ticks()],
         device=next(model.parameters()).device,
         use_distributed=True,
     )
     made.set_train_loader(data, BATCH)
-
-    def epoch() -> float:
-        clock.start()
-        made.train(made.epoch + 1)
-        return clock.seconds()
-
-    return epoch
+    made.train(1)
 
 
-def accelerate(model: nn.Module, data: TensorDataset) -> Way:
+def accelerate(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     from accelerate import Accelerator
 
-    accelerator, clock = Accelerator(cpu=True), Clock()
-    loader, begin = make_loader(data)
+    accelerator = Accelerator(cpu=True)
     # The loader is not prepared: it would shard the data its own way, and be another job.
     replica, optimizer = accelerator.prepare(model, make_optimizer(model))
-
-    def epoch() -> float:
-        begin()
-        clock.start()
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(replica(inputs), targets))
-            optimizer.step()
-            clock.tick()
-        return clock.seconds()
-
-    return epoch
+    for inputs, targets in make_loader(data):
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(replica(inputs), targets))
+        optimizer.step()
+        tick()
 
 
-def fabric(model: nn.Module, data: TensorDataset) -> Way:
+def fabric(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     from lightning.fabric import Fabric
 
-    made, clock = Fabric(accelerator="cpu", strategy="ddp", devices=RANKS), Clock()
+    made = Fabric(accelerator="cpu", strategy="ddp", devices=RANKS)
     made.launch()
-    plain, begin = make_loader(data)
     replica, optimizer = made.setup(model, make_optimizer(model))
-    loader = made.setup_dataloaders(plain, use_distributed_sampler=False)
-
-    def epoch() -> float:
-        begin()
-        clock.start()
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            made.backward(F.cross_entropy(replica(inputs), targets))
-            optimizer.step()
-            clock.tick()
-        return clock.seconds()
-
-    return epoch
+    for inputs, targets in made.setup_dataloaders(make_loader(data), use_distributed_sampler=False):
+        optimizer.zero_grad()
+        made.backward(F.cross_entropy(replica(inputs), targets))
+        optimizer.step()
+        tick()
 
 
-def trainer(model: nn.Module, data: TensorDataset) -> Way:
+def trainer(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     import lightning
-
-    loader, begin = make_loader(data)
-    optimizer, clock = make_optimizer(model), Clock()
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -197,55 +140,38 @@ def trainer(model: nn.Module, data: TensorDataset) -> Way:
             return F.cross_entropy(self.model(inputs), targets)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return optimizer
+            return make_optimizer(model)
 
-    class Tick(lightning.Callback):
+    class Ticks(lightning.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            clock.tick()
+            tick()
 
-    module = Module()
     made = lightning.Trainer(
         accelerator="cpu",
         strategy="ddp",
         devices=RANKS,
-        max_epochs=0,
-        callbacks=[Tick()],
+        max_epochs=1,
+        callbacks=[Ticks()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-
-    def epoch() -> float:
-        begin()
-        clock.start()
-        made.fit_loop.max_epochs = made.current_epoch + 1
-        made.fit(module, loader)
-        return clock.seconds()
-
-    return epoch
+    made.fit(Module(), make_loader(data))
 
 
-def ignite(model: nn.Module, data: TensorDataset) -> Way:
+def ignite(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     import ignite.distributed as idist
     from ignite.engine import Events, create_supervised_trainer
 
-    loader, begin = make_loader(data)
-    optimizer, clock = make_optimizer(model), Clock()
+    optimizer = make_optimizer(model)
     made = create_supervised_trainer(idist.auto_model(model), optimizer, F.cross_entropy)
-    made.add_event_handler(Events.ITERATION_COMPLETED, clock.tick)
-
-    def epoch() -> float:
-        begin()
-        clock.start()
-        made.run(loader, max_epochs=1)
-        return clock.seconds()
-
-    return epoch
+    made.add_event_handler(Events.ITERATION_COMPLETED, tick)
+    made.run(make_loader(data), max_epochs=1)
 
 
-WAYS: dict[str, Callable[[nn.Module, TensorDataset], Way]] = {
+WAYS: dict[str, Callable[[nn.Module, TensorDataset, Tick], None]] = {
     RAW: raw,
     RAW + AGAIN: raw,
     OURS: handler,
@@ -264,12 +190,12 @@ def times_on_rank(
     backend: str = "gloo",
 ) -> dict[str, list[float]]:
     """Return the seconds of a step, by way and round; all weights are equal, or it raises."""
-    initialize_ddp(backend=backend, use_distributed=True)
-    torch.set_num_threads(1)
+    ranks = initialize_ddp(backend=backend, use_distributed=True).world_size
     be_quiet()
-    data, models = make_data(), {name: make_model(width).to(device) for name in names}
-    ways = {name: WAYS[name](models[name], data) for name in names}
-    times = side_by_side(ways, rounds)
+    data = make_data(steps_of(rounds), ranks)
+    models = {name: make_model(width).to(device) for name in names}
+    ways = {name: partial(WAYS[name], models[name], data) for name in names}
+    times = take_turns(ways, rounds)
     check_equal(models, make_model(width).to(device))
     return times
 
