@@ -235,6 +235,22 @@ def test_what_is_missing_is_named(monkeypatch):
         handler.train(1)
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), r"loss must be one number.* of shape \(3,\)"),
+        (lambda outputs, targets: {"a": outputs.mean()}, r"loss must be one number.* not \{'a'"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_named(loss_fn, text):
+    handler = job()
+    handler.objective.loss_fn = loss_fn
+    handler.set_val_loader(Points(9), 3)
+    for call in (handler.validate, lambda: handler.train(1)):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
 def test_a_copy_on_the_cpu_is_there_when_it_is_returned():
     """A GPU's comes later, without a word, where it is not waited for."""
     asked = []
