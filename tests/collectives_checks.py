@@ -191,6 +191,16 @@ def check_rows_arrive_dealt_in_turns():
                 assert found.shape == expected.shape and torch.equal(found, expected)
 
 
+def check_rows_may_lie_in_any_order_in_memory():
+    me, world = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(8.0 * world * 24).reshape(8 * world, 2, 3, 4)
+    last = whole.contiguous(memory_format=torch.channels_last)
+    for given in (last, whole.transpose(1, 3).contiguous().transpose(1, 3)):
+        for size in (1, 3, 8):  # torch.cat keeps the memory format
+            found = gather_rows(given[me::world].split(size))
+            assert me or torch.equal(found, whole)
+
+
 def check_rows_of_two_kinds_are_refused_on_all_ranks():
     me = dist.get_rank()
     for own in ([torch.ones(2, 3 + me)], [torch.ones(2).to(DTYPES[me])]):

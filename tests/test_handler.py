@@ -18,6 +18,7 @@ from torch.utils.data import RandomSampler
 from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler, initialize_ddp, run_ranks
+from ddp_ref.batches import move
 from ddp_ref.exchange import caught_signals
 
 SCRIPT = "handler_checks.py"
@@ -233,6 +234,37 @@ def test_what_is_missing_is_named(monkeypatch):
     handler.set_train_loader([torch.ones(4)], 1)
     with pytest.raises(ValueError, match=r"a batch must be \(inputs, targets\), not a Tensor"):
         handler.train(1)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), r"loss must be one number.* of shape \(3,\)"),
+        (lambda outputs, targets: {"a": outputs.mean()}, r"loss must be one number.* not \{'a'"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_named(loss_fn, text):
+    handler = job()
+    handler.objective.loss_fn = loss_fn
+    handler.set_val_loader(Points(9), 3)
+    for call in (handler.validate, lambda: handler.train(1)):
+        with pytest.raises(ValueError, match=text):
+            call()
+
+
+def test_a_copy_on_the_cpu_is_there_when_it_is_returned():
+    """A GPU's comes later, without a word, where it is not waited for."""
+    asked = []
+
+    class Spy(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is torch.Tensor.to:
+                asked.append((kwargs or {})["non_blocking"])
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    move({"outputs": [torch.ones(2).as_subclass(Spy)]}, torch.device("cpu"))
+    assert asked == [False]
 
 
 def test_bfloat16_and_a_scheduler_an_epoch():

@@ -10,7 +10,8 @@ from torch import Tensor
 def move(value: Any, device: torch.device) -> Any:
     """Return `value` with its tensors on `device`, in dicts, lists and tuples too, by its `to`."""
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
+        # Whoever reads a copy on the CPU does not wait for the GPU that has yet to write it.
+        return value.to(device, non_blocking=device.type != "cpu")
     if callable(to := getattr(value, "to", None)):  # a batch with a class of its own
         return to(device)
     if isinstance(value, Mapping):

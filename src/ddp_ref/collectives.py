@@ -144,7 +144,7 @@ def _grouped(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _joined(group: Sequence[Tensor]) -> Tensor:
-    return group[0].contiguous() if len(group) == 1 else torch.cat(list(group))
+    return group[0] if len(group) == 1 else torch.cat(list(group))
 
 
 def gather_objects(obj: T) -> list[T] | None:
@@ -242,7 +242,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 def _send(tensor: Tensor) -> None:
     """Send `tensor` to rank 0, which receives it; nothing at all if it is empty."""
     if tensor.numel():
-        dist.send(_as_bytes(tensor).to(_device()), 0)
+        dist.send(_as_bytes(tensor.contiguous()).to(_device()), 0)
 
 
 def _receive(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -69,8 +69,8 @@ class Sums:
 
 def _number(name: str, value: Any, device: torch.device) -> Tensor:
     try:
-        number = torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-        return number.reshape(())
+        plain = value.detach() if isinstance(value, Tensor) else value
+        return torch.as_tensor(plain, dtype=torch.float64, device=device).reshape(())
     except (TypeError, RuntimeError, ValueError) as error:
         what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name} must be one number, a mean over samples, not {what}") from error

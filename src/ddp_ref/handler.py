@@ -370,9 +370,9 @@ class Handler:
         for number, (batch, count) in enumerate(zip(window, counts, strict=True), start=1):
             with reducing(self.model, last=number == len(window)):
                 loss, values = self.objective(self.model, batch)
+                found.append((count, self._sums.means(values)))
                 share = loss if count == total else loss * (count / total)  # sizes may differ
                 self._optimization.backward(share)
-            found.append((count, self._sums.means(values)))
         if self._optimization.step():
             for count, means in found:
                 self._sums.add(count, means)

@@ -39,7 +39,7 @@ class Objective:
             loss = self.loss_fn(outputs, targets)
             with torch.no_grad():
                 values = {name: metric(outputs, targets) for name, metric in self.metrics.items()}
-        return loss, {"loss": loss.detach()} | values
+        return loss, {"loss": loss} | values
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of `batch` alone."""
