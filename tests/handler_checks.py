@@ -187,6 +187,18 @@ def check_evaluation_is_that_of_one_process_for_every_number_of_items():
     assert_same_on_all_ranks(model.norm.running_mean)
 
 
+def check_outputs_of_two_kinds_are_refused_on_all_ranks():
+    class Two(nn.Linear):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            return outputs if len(outputs) > 1 else list(outputs)
+
+    handler = job(4 * world_size(), 2, model=Two(4, 2))
+    with pytest.raises(ValueError, match="tensors for some batches and not for others"):
+        handler.predict(Points(3 * world_size()), 2)
+    assert_same_on_all_ranks(torch.ones(1))  # the group is usable
+
+
 def train_with_a_bad_loss(bad_rank, kind, **options):
     handler = job(40 * world_size(), 4, exchange_every=5, **options)
     loss_fn, calls = handler.objective.loss_fn, []

@@ -364,3 +364,24 @@ def test_calls_from_two_threads_take_turns(two):
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(two.run, lambda x, device: x, number) for number in range(40)]
         assert [call.result(60) for call in calls] == [[number] * 2 for number in range(40)]
+
+
+@on_cpu
+def test_a_forked_process_makes_its_own(two):
+    """The threads that talk to the workers are not in it: a call would wait for ever."""
+    pids = _pids(two)
+    said, says = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            two.close()
+            two.run(abs, 1)
+        except RuntimeError as error:
+            os.write(says, str(error).encode())
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "make one here" in os.read(said, 1000).decode()
+    os.close(said)
+    os.close(says)
+    assert _pids(two) == pids  # they are still there for the parent

@@ -197,7 +197,7 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Have torch.save write the checksums of the data, whatever this process has set."""
+    """Have torch.save write the checksums of the data, whatever this thread has set."""
     before = get_crc32_options()
     set_crc32_options(True)
     try:
@@ -216,7 +216,7 @@ def _contents_sum(file: BinaryIO) -> int:
 
 
 def _check_sums(file: BinaryIO) -> None:
-    """Raise RuntimeError where the bytes are not those that were written.
+    """Raise RuntimeError where what is read would not be what was written.
 
     torch.load looks at no checksum. The archive has one of each part's data, and none of its table
     of contents: with a bit of that flipped, tensors are filled from anywhere. So its comment holds

@@ -98,8 +98,9 @@ def gather_rows(pieces: Sequence[Tensor]) -> Tensor | None:
     """Return the rows of all ranks, dealt in turns, on rank 0; None elsewhere (collective).
 
     `pieces` hold this rank's rows in order, each (rows, ...) on the CPU: of the result they are the
-    rows rank, rank + world_size and so on. They travel bit by bit, so that rank 0 holds the result
-    alone. Raises ValueError, on all ranks, where rows differ in shape or dtype.
+    rows rank, rank + world_size and so on. They travel a mebibyte or so at a time, so that rank 0
+    holds little but the result. Raises ValueError, on all ranks, where rows differ in shape or
+    dtype.
     """
     groups = _grouped([piece.detach().resolve_conj().resolve_neg() for piece in pieces])
     kinds = {(piece.shape[1:], piece.dtype) for piece in pieces}
@@ -132,15 +133,15 @@ def _dealt(
 
 def _grouped(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return `pieces` in groups of MESSAGE bytes or more, the last of what is left."""
-    groups: list[list[Tensor]] = [[]]
-    nbytes = 0
+    groups: list[list[Tensor]] = []
+    nbytes = MESSAGE
     for piece in pieces:
         if nbytes >= MESSAGE:
             groups.append([])
             nbytes = 0
         groups[-1].append(piece)
         nbytes += piece.nbytes
-    return groups if pieces else []
+    return groups
 
 
 def _joined(group: Sequence[Tensor]) -> Tensor:

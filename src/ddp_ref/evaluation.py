@@ -55,13 +55,18 @@ def outputs_in_order(
             tensors.append(outputs.cpu())
         else:
             entries += _items(outputs, samples)
+    # A rank without items cannot know which of the two the others have.
+    counts: dict[str, float] = {"tensors": len(tensors), "lists": len(entries)}
+    if distributed:
+        counts = reduce_sum(counts, names=list(counts))
+    if all(counts.values()):
+        raise ValueError("outputs are tensors for some batches and not for others: return one kind")
     if not distributed:
         return entries or (torch.cat(tensors) if tensors else torch.empty(0))
-    # A rank without items cannot know which of the two the others have.
-    if reduce_sum({"entries": len(entries)}, names=["entries"])["entries"]:
-        lists = gather_objects(entries)
-        return None if lists is None else _interleave_lists(lists)
-    return gather_rows(tensors)
+    if not counts["lists"]:
+        return gather_rows(tensors)
+    lists = gather_objects(entries)
+    return None if lists is None else _interleave_lists(lists)
 
 
 def _items(outputs: Any, samples: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,8 @@ class ParallelExecutor:
         self.devices = _devices(num_gpus)
         self._pass_device = pass_device
         self._workers: dict[int, Worker] = {}
-        self._pool = ThreadPoolExecutor(len(self.devices))  # has no thread before the first run
+        self._pool: ThreadPoolExecutor | None = None  # a thread for each worker, kept between calls
+        self._owner = os.getpid()
         self._turn = Lock()
 
     def __enter__(self) -> "ParallelExecutor":
@@ -48,18 +50,23 @@ class ParallelExecutor:
         Results come back as they are: a tensor on the device it was on, but without its graph and
         `.grad`; views are copied.
         Raises the first exception in its own type, the device and its traceback as a note, and
-        RuntimeError for a worker that died; calls that still run then are killed. TypeError where
-        `func`, an argument or a result does not pickle.
+        RuntimeError for a worker that died or in a forked process; calls that still run then are
+        killed. TypeError where `func`, an argument or a result does not pickle.
         """
         if self._pass_device and "device" in kwargs:
             raise TypeError("device is passed by the executor: leave it out, or pass_device=False")
+        if os.getpid() != self._owner:
+            raise RuntimeError("this executor is of the process that forked this: make one here")
         packed = dumps("func or an argument", (_on_device, func, args, kwargs))
         with self._turn:
+            self._pool = self._pool or ThreadPoolExecutor(len(self.devices))
             workers = [self._worker(number) for number in range(len(self.devices))]
             return run_all(workers, lambda worker: worker.call(packed), self._pool)
 
     def close(self) -> None:
-        """End the workers; a later `run` starts new ones."""
+        """End the workers; a later `run` starts new ones. In a forked process, do nothing."""
+        if self._pool is None or os.getpid() != self._owner:
+            return
         workers = list(self._workers.values())
         self._workers.clear()
         idle = [worker for worker in workers if worker.idle]
@@ -68,6 +75,8 @@ class ParallelExecutor:
                 run_all(idle, Worker.leave, self._pool, LEAVE)
         for worker in workers:
             worker.end()
+        self._pool.shutdown()
+        self._pool = None
 
     def _worker(self, number: int) -> Worker:
         """Return the worker of a device: a new one for the first call, or after a death."""

@@ -11,7 +11,10 @@ PICKLE = b"\x80"  # a pickle begins with it, an archive of torch.save with anoth
 
 
 def dumps(what: str, value: Any) -> bytes:
-    """Return `value` as bytes; raise TypeError, with `what` it is, where it does not pickle."""
+    """Return `value` as bytes; raise TypeError, with `what` it is, where it does not pickle.
+
+    What comes before its first tensor is pickled twice.
+    """
     try:
         return _without_tensors(value)
     except _HasTensors:
@@ -49,8 +52,10 @@ def _without_tensors(value: Any) -> bytes:
 
 
 class _Plain(cloudpickle.Pickler):
+    tensors = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
+
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+        if isinstance(obj, self.tensors):
             raise _HasTensors
         return super().reducer_override(obj)
 
