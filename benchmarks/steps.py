@@ -75,9 +75,9 @@ def make_model(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, CLASSES))
 
 
-def make_data() -> TensorDataset:
+def make_data(world_size: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(RANKS * BATCH * STEPS, FEATURES, generator=generator)
+    inputs = torch.randn(world_size * BATCH * STEPS, FEATURES, generator=generator)
     return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
 
 
@@ -264,10 +264,10 @@ def times_on_rank(
     backend: str = "gloo",
 ) -> dict[str, list[float]]:
     """Return the seconds of a step, by way and round; all weights are equal, or it raises."""
-    initialize_ddp(backend=backend, use_distributed=True)
+    world_size = initialize_ddp(backend=backend, use_distributed=True).world_size
     torch.set_num_threads(1)
     be_quiet()
-    data, models = make_data(), {name: make_model(width).to(device) for name in names}
+    data, models = make_data(world_size), {name: make_model(width).to(device) for name in names}
     ways = {name: WAYS[name](models[name], data) for name in names}
     times = side_by_side(ways, rounds)
     check_equal(models, make_model(width).to(device))
