@@ -6,6 +6,7 @@ the benchmark fails.
 """
 
 import runpy
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,7 +63,8 @@ def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset) ->
     device = next(model.parameters()).device
     replica, optimizer, clock = DDP(model), make_optimizer(model), Clock()
     schedule = make_schedule(char_gpt, optimizer)
-    bf16 = torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
+    cuda = device.type == "cuda"
+    precision = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
     loader, begin = make_loader(data, BATCH[device.type])
 
     def epoch() -> float:
@@ -70,9 +72,10 @@ def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset) ->
         clock.start()
         for inputs, targets in loader:
             optimizer.zero_grad()
-            with bf16:
-                outputs = replica(inputs.to(device))
-                loss = char_gpt.next_character_loss(outputs, targets.to(device))
+            with precision:
+                outputs = replica(inputs.to(device, non_blocking=True))  # as Handler does
+                targets = targets.to(device, non_blocking=True)
+                loss = char_gpt.next_character_loss(outputs, targets)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
