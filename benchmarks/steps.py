@@ -29,6 +29,7 @@ BATCH, STEPS, SKIP, FEATURES, CLASSES = 32, 110, 10, 64, 10
 WIDTHS = {"a step of about 2 ms": 256, "a step of about 6 ms": 640}
 RAW, OURS = "raw DDP", "Handler"
 Way = Callable[[], float]
+NEAR = 0.02  # of raw DDP's time
 
 
 def measure(rounds: int) -> list[Table]:
@@ -41,15 +42,21 @@ def measure_size(title: str, width: int, rounds: int) -> Table:
 
 
 def against_raw(rows: list[Row]) -> list[str]:
-    """Return whether `Handler` is as near to raw DDP as it is to be, and before all peers."""
+    """Return whether `Handler` is as near to raw DDP as it is to be, and before all peers.
+
+    A control that reaches as far as the goal could hide anything: then neither is told.
+    """
     noise = spread(rows)
     (ours,) = [row for row in rows if row.name == OURS]
+    sure = noise < NEAR
     peers = [row for row in rows if row.name not in (RAW, RAW + AGAIN, OURS)]
-    ahead = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise) or "none"
-    return [
-        goal(f"Handler within 2 % of raw DDP: {ours.ratio - 1:+.1%}", ours.ratio <= 1.02 + noise),
-        goal(f"peers ahead of Handler beyond the control: {ahead}", ahead == "none"),
-    ]
+    near = f"Handler within {NEAR:.0%} of raw DDP, beyond the control: {ours.ratio - 1:+.1%}"
+    goals = [goal(near, ours.ratio <= 1 + NEAR + noise if sure else None)]
+    if peers:
+        ahead = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise) or "none"
+        text = f"peers ahead of Handler beyond the control: {ahead}"
+        goals.append(goal(text, ahead == "none" if sure else None))
+    return goals
 
 
 class Clock:

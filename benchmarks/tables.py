@@ -15,6 +15,7 @@ import psutil
 from matplotlib.axes import Axes
 from side_by_side import AGAIN, Row, spread
 
+VERDICTS = {True: "reached", False: "missed", None: "not known: too much noise"}
 PEERS = ("torch", "accelerate", "lightning", "pytorch-ignite")
 MARKS = "<!-- begin of what bench.py has written: {} -->", "<!-- end: {} -->"
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
@@ -40,9 +41,9 @@ class Table:
         return control.removesuffix(AGAIN)
 
 
-def goal(text: str, reached: bool) -> str:
-    """Return a line of a goal and whether it was reached."""
-    return f"{text} ({'reached' if reached else 'missed'})"
+def goal(text: str, reached: bool | None) -> str:
+    """Return a line of a goal and whether it was reached; None where noise hides it."""
+    return f"{text} ({VERDICTS[reached]})"
 
 
 def markdown(table: Table) -> str:
