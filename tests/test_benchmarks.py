@@ -1,12 +1,17 @@
 """The benchmarks: what they make of times, and one of them measured for real."""
 
+import re
 import sys
 
+import bench
 import numpy as np
 import pytest
 from harness import ROOT, run
 from side_by_side import AGAIN, compare, side_by_side, spread
-from tables import Table, markdown, number
+from steps import OURS, RAW, against_raw, times_on_rank
+from tables import MARKS, Table, around_marks, markdown, number
+
+from ddp_ref import run_ranks
 
 BENCH = ROOT / "benchmarks" / "bench.py"
 PAGE = """before
@@ -51,6 +56,37 @@ def test_a_table_shows_times_speeds_and_ratios():
     assert [number(ratio) for ratio in (0.5, 12.34, 4321.0)] == ["0.500", "12.3", "4,321"]
 
 
+@pytest.mark.parametrize(
+    "control, ours, peer, verdict",
+    [
+        (1.001, 1.015, 1.1, "reached"),
+        (1.001, 1.03, 1.02, "missed"),
+        (1.03, 1.01, 1.1, "not known"),
+    ],
+)
+def test_noise_reaches_no_goal(control, ours, peer, verdict):
+    seconds = {RAW: 1, RAW + AGAIN: control, OURS: ours, "peer": peer}
+    rows = compare({name: [number] * 3 for name, number in seconds.items()}, RAW)
+    goals = against_raw(rows)
+    assert len(goals) == 2 and all(f"({verdict}" in goal for goal in goals)
+    assert len(against_raw(rows[:3])) == 1  # no peer, no word about peers
+
+
+def test_a_world_of_one_takes_as_many_steps():
+    """As the GPU's part has it under nccl."""
+    names = (RAW, RAW + AGAIN, OURS)
+    (times,) = run_ranks(times_on_rank, 8, 1, names, nproc=1)
+    assert set(times) == set(names)
+
+
+def test_the_page_has_a_place_for_each_benchmark():
+    page = ROOT / "docs" / "benchmarks.md"
+    begins = re.escape(MARKS[0]).replace(r"\{\}", r"(\w+)")
+    assert tuple(re.findall(begins, page.read_text())) == bench.NAMES
+    for name in bench.NAMES:
+        around_marks(page, name)
+
+
 def test_a_benchmark_is_measured_and_written(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
@@ -58,7 +94,7 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     assert ended.code == 0, ended.stderr
     (row,) = [line for line in ended.stdout.splitlines() if line.startswith("| on_rank(0) |")]
     text = page.read_text()
-    assert row in text and "old" not in text and "A/A" not in text
+    assert row in text and "old" not in text and "\n\n2 rounds on " in text
     assert text.startswith("before\n") and text.endswith("\nafter")
     assert "on_rank(0) " in text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
     assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
