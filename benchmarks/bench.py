@@ -76,12 +76,13 @@ def run(benchmark: ModuleType, rounds: int | None, page: Path | None) -> None:
     name, about = benchmark.__name__, benchmark.__doc__ or ""
     print(f"\n## {name}: {about.strip().splitlines()[0]}\n", flush=True)
     try:
-        tables = benchmark.measure(rounds or benchmark.ROUNDS)
+        rounds = rounds or benchmark.ROUNDS
+        tables = benchmark.measure(rounds)
     except ImportError as error:
         sys.exit(f"{error}: pip install -c constraints.txt -e '.[bench]', as make bench does")
     print("\n\n".join(map(markdown, tables)), flush=True)
     if page and tables:
-        write_section(page, name, about.strip(), tables)
+        write_section(page, name, about.strip(), tables, rounds)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the benchmark fails.
 """
 
 import runpy
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,12 +65,14 @@ def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset, ti
     device = next(model.parameters()).device
     replica, optimizer = DDP(model), make_optimizer(model)
     schedule = make_schedule(char_gpt, optimizer)
-    bf16 = torch.autocast("cuda", torch.bfloat16, enabled=device.type == "cuda")
+    cuda = device.type == "cuda"
+    precision = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
     for inputs, targets in make_loader(data, BATCH[device.type]):
         optimizer.zero_grad()
-        with bf16:
-            outputs = replica(inputs.to(device))
-            loss = char_gpt.next_character_loss(outputs, targets.to(device))
+        with precision:
+            outputs = replica(inputs.to(device, non_blocking=True))  # as Handler does
+            targets = targets.to(device, non_blocking=True)
+            loss = char_gpt.next_character_loss(outputs, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

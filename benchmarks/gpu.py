@@ -18,7 +18,8 @@ GROUPS = {"nccl, one rank": ("nccl", 1), "gloo, two ranks on one GPU": ("gloo", 
 
 
 def measure(rounds: int) -> list[Table]:
-    if not torch.cuda.is_available():
+    (card,) = run_ranks(gpu_name, nproc=1)  # not here: what this process has seen, it keeps
+    if card is None:
         print("left out: no CUDA device is visible")
         return []
     tables = []
@@ -26,8 +27,14 @@ def measure(rounds: int) -> list[Table]:
         where = ("cuda", backend)
         times = run_ranks(steps.times_on_rank, WIDTH, rounds, NAMES, *where, nproc=ranks)[0]
         rows = compare(times, steps.RAW)
-        tables.append(Table(f"a step, {title}", rows, steps.against_raw(rows)))
+        tables.append(Table(f"a step, {title}", rows, [*steps.against_raw(rows), f"on {card}"]))
         rows = compare(run_ranks(finale.times_on_rank, rounds, *where, nproc=ranks)[0], steps.RAW)
         batch = ranks * finale.BATCH["cuda"]
-        tables.append(Table(f"the finale, {title}", rows, finale.speeds(rows, batch)))
+        tables.append(
+            Table(f"the finale, {title}", rows, [*finale.speeds(rows, batch), f"on {card}"])
+        )
     return tables
+
+
+def gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

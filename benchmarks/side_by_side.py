@@ -58,10 +58,14 @@ def compare(times: Mapping[str, list[float]], base: str) -> list[Row]:
 
 
 def _row(name: str, own: np.ndarray, base: np.ndarray) -> Row:
-    ratios = own / base  # (rounds,)
-    drawn = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    return Row(name, float(np.median(own)), *middle(own / base))
+
+
+def middle(values: np.ndarray) -> tuple[float, float, float]:
+    """Return the median of the rounds' `values`, and its 95 % interval (a bootstrap)."""
+    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return Row(name, float(np.median(own)), float(np.median(ratios)), float(low), float(high))
+    return float(np.median(values)), float(low), float(high)
 
 
 def spread(rows: Sequence[Row]) -> float:

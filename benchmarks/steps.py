@@ -2,9 +2,10 @@
 
 The same model, data, order and processes: two ranks of one thread on the CPU, batches of 32 from a
 `TensorDataset`. Each way has a model of its own, which starts and ends with the same weights as the
-raw loop's, bit for bit, or the benchmark fails. The ways take turns of ten steps, in the same two
-processes. Lightning's and ignite's loops also do what they do by default besides training, such as
-keeping the loss; logging, progress bars and checkpoints are off.
+raw loop's, bit for bit, or the benchmark fails. accelerate is given the raw loop's loader, not one
+that it has prepared, which would deal the data otherwise. The ways take turns of ten steps, in the
+same two processes. Lightning's and ignite's loops also do what they do by default besides training,
+such as keeping the loss; logging, progress bars and checkpoints are off.
 """
 
 import logging
@@ -29,6 +30,7 @@ ROUNDS, RANKS = 1200, 2
 BATCH, FEATURES, CLASSES = 32, 16, 10
 WIDTHS = {"a step of about 2 ms": 64, "a step of about 6 ms": 256}
 RAW, OURS = "raw DDP", "Handler"
+NEAR = 0.02  # of raw DDP's time
 Tick = Callable[[], None]
 
 
@@ -42,15 +44,21 @@ def measure_size(title: str, width: int, rounds: int) -> Table:
 
 
 def against_raw(rows: list[Row]) -> list[str]:
-    """Return whether `Handler` is as near to raw DDP as it is to be, and before all peers."""
+    """Return whether `Handler` is as near to raw DDP as it is to be, and before all peers.
+
+    A control that reaches as far as the goal could hide anything: then neither is told.
+    """
     noise = spread(rows)
+    sure = noise < NEAR
     (ours,) = [row for row in rows if row.name == OURS]
     peers = [row for row in rows if row.name not in (RAW, RAW + AGAIN, OURS)]
-    ahead = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise) or "none"
-    return [
-        goal(f"Handler within 2 % of raw DDP: {ours.ratio - 1:+.1%}", ours.ratio <= 1.02 + noise),
-        goal(f"peers ahead of Handler beyond the control: {ahead}", ahead == "none"),
-    ]
+    near = f"Handler within {NEAR:.0%} of raw DDP, beyond the control: {ours.ratio - 1:+.1%}"
+    goals = [goal(near, ours.ratio <= 1 + NEAR + noise if sure else None)]
+    if peers:
+        ahead = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise) or "none"
+        text = f"peers ahead of Handler beyond the control: {ahead}"
+        goals.append(goal(text, ahead == "none" if sure else None))
+    return goals
 
 
 def make_model(width: int) -> nn.Module:
@@ -79,7 +87,8 @@ def raw(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     replica, optimizer = DDP(model), make_optimizer(model)
     for inputs, targets in make_loader(data):
         optimizer.zero_grad()
-        F.cross_entropy(replica(inputs.to(device)), targets.to(device)).backward()
+        outputs = replica(inputs.to(device, non_blocking=True))  # as Handler does
+        F.cross_entropy(outputs, targets.to(device, non_blocking=True)).backward()
         optimizer.step()
         tick()
 

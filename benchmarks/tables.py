@@ -1,22 +1,21 @@
 """What a benchmark tells: tables, goals and a figure, on the terminal and in a page."""
 
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 import psutil
-from matplotlib.axes import Axes
 from side_by_side import AGAIN, Row, spread
+
+if TYPE_CHECKING:  # it is loaded to draw: mp.spawn's processes, which are timed, load this module
+    from matplotlib.axes import Axes
 
 PEERS = ("torch", "accelerate", "lightning", "pytorch-ignite")
 MARKS = "<!-- begin of what bench.py has written: {} -->", "<!-- end: {} -->"
+VERDICTS = {True: "reached", False: "missed", None: "not known: too much noise"}
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 WIDE = 4.0  # times the base: from there on the figure's axis is logarithmic
 
@@ -40,9 +39,9 @@ class Table:
         return control.removesuffix(AGAIN)
 
 
-def goal(text: str, reached: bool) -> str:
-    """Return a line of a goal and whether it was reached."""
-    return f"{text} ({'reached' if reached else 'missed'})"
+def goal(text: str, reached: bool | None) -> str:
+    """Return a line of a goal and whether it was reached; None where noise hides it."""
+    return f"{text} ({VERDICTS[reached]})"
 
 
 def markdown(table: Table) -> str:
@@ -72,25 +71,21 @@ def duration(seconds: float) -> str:
 
 def draw(tables: Sequence[Table], path: Path) -> None:
     """Draw the ratios of each table, its control's spread as a band."""
+    from matplotlib.figure import Figure
+
     heights = [len(table.rows) + 1.5 for table in tables]
-    figure, every = plt.subplots(
-        len(tables),
-        figsize=(8, 0.32 * sum(heights)),
-        height_ratios=heights,
-        squeeze=False,
-        layout="constrained",
-    )
+    figure = Figure((8, 0.32 * sum(heights)), layout="constrained")
+    every = figure.subplots(len(tables), height_ratios=heights, squeeze=False)
     for axes, table in zip(every.flat, tables, strict=True):
         draw_ratios(axes, table)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path)
-    plt.close(figure)
 
 
-def draw_ratios(axes: Axes, table: Table) -> None:
+def draw_ratios(axes: "Axes", table: Table) -> None:
     rows = list(table.rows)
     noise = spread(rows)
-    axes.axvspan(1 - min(noise, 0.99), 1 + noise, color="C7", alpha=0.3, label="the control")
+    axes.axvspan(1 - min(noise, 0.99), 1 + noise, color="C7", alpha=0.3)
     axes.axvline(1, color="k", linewidth=0.8)
     for place, row in enumerate(rows):
         color = "C7" if row.name.endswith(AGAIN) else "C1" if "Handler" in row.name else "C0"
@@ -114,12 +109,12 @@ def in_words(tables: Sequence[Table]) -> str:
     return "; ".join(parts).replace("|", "/").replace('"', "'")
 
 
-def write_section(page: Path, name: str, about: str, tables: Sequence[Table]) -> None:
+def write_section(page: Path, name: str, about: str, tables: Sequence[Table], rounds: int) -> None:
     """Put what benchmark `name` has found between its marks in `page`, and draw its figure."""
     figure = Path("figures") / f"benchmark-{name}.svg"
     draw(tables, page.parent / figure)
     image = f"![{in_words(tables)}]({figure.as_posix()})"
-    parts = [about, *map(markdown, tables), image, f"On {machine()}."]
+    parts = [about, *map(markdown, tables), image, f"{rounds} rounds on {machine()}."]
     head, tail = around_marks(page, name)
     page.write_text("\n\n".join([head, *parts, tail]), encoding="utf-8")
 
@@ -135,9 +130,11 @@ def around_marks(page: Path, name: str) -> tuple[str, str]:
 
 def machine() -> str:
     """Return what it was measured on."""
+    from ddp_ref.environment import available_cores
+
     memory = psutil.virtual_memory().total / 2**30
     system = f"{platform.system()} {platform.machine()}, {processor()}"
-    cores = f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
+    cores = f"{available_cores()} cores, {memory:.0f} GiB"
     return f"{system}, {cores}, Python {platform.python_version()}, {', '.join(versions())}"
 
 

@@ -26,8 +26,8 @@ OURS, SPAWN, PIPES = "ParallelExecutor, open", "mp.spawn", "two bare pipes"
 def measure(rounds: int) -> list[Table]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no GPU
-        executor = ParallelExecutor(num_gpus=WORKERS if not torch.cuda.is_available() else None)
-    pipes = Pipes(len(executor.devices), len(dumps("nothing", nothing)))
+        executor = ParallelExecutor(WORKERS)
+    pipes = Pipes(WORKERS, len(dumps("nothing", nothing)))
     with executor, pipes:
         run = timed(lambda: executor.run(nothing), CALLS)
         ways = {

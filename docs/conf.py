@@ -22,7 +22,7 @@ default_role = "code"  # docstrings quote names with single backticks
 
 html_theme = "furo"
 html_favicon = "favicon.svg"
-html_static_path = html_css_files = ["site.css"]
+html_static_path, html_css_files = ["site.css"], ["site.css"]
 html_extra_path = ["index.html"]  # leads to README.html
 copybutton_prompt_text = "$ "
 

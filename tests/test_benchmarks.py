@@ -1,12 +1,18 @@
 """The benchmarks: what they make of times, and one of them measured for real."""
 
+import re
 import sys
 
+import bench
 import numpy as np
 import pytest
 from harness import ROOT, run
 from side_by_side import AGAIN, compare, side_by_side, spread
-from tables import Table, markdown, number
+from steps import OURS, RAW, against_raw, times_on_rank
+from tables import MARKS, Table, around_marks, markdown, number
+from turns import steps_of, take_turns
+
+from ddp_ref import run_ranks
 
 BENCH = ROOT / "benchmarks" / "bench.py"
 PAGE = """before
@@ -51,6 +57,73 @@ def test_a_table_shows_times_speeds_and_ratios():
     assert [number(ratio) for ratio in (0.5, 12.34, 4321.0)] == ["0.500", "12.3", "4,321"]
 
 
+@pytest.mark.parametrize(
+    "control, ours, peer, verdict",
+    [
+        (1.001, 1.015, 1.1, "reached"),
+        (1.001, 1.03, 1.02, "missed"),
+        (1.03, 1.01, 1.1, "not known"),
+    ],
+)
+def test_noise_reaches_no_goal(control, ours, peer, verdict):
+    seconds = {RAW: 1, RAW + AGAIN: control, OURS: ours, "peer": peer}
+    rows = compare({name: [number] * 3 for name, number in seconds.items()}, RAW)
+    goals = against_raw(rows)
+    assert len(goals) == 2 and all(f"({verdict}" in goal for goal in goals)
+    assert len(against_raw(rows[:3])) == 1  # no peer, no word about peers
+
+
+def test_ways_take_turns_of_ten_steps():
+    done = []
+
+    def way(name):
+        def train(tick):
+            for _ in range(steps_of(2)):
+                done.append(name)
+                tick()
+            done.append("end of " + name)  # a way's end is within its last turn
+
+        return train
+
+    times = take_turns({name: way(name) for name in "abc"}, 2)
+    assert [len(found) for found in times.values()] == [2, 2, 2]
+    ends = [at for at, what in enumerate(done) if what.startswith("end")]
+    assert all(done[at - 1] == done[at][-1] for at in ends) and len(ends) == 3
+    steps = [what for what in done if len(what) == 1]
+    turns = [steps[at : at + 10] for at in range(0, len(steps), 10)]
+    assert all(len(set(turn)) == 1 for turn in turns) and len(turns) == 15
+    assert all({turns[at + i][0] for i in range(3)} == set("abc") for at in range(0, 15, 3))
+
+
+def test_a_way_that_fails_ends_all_turns():
+    def good(tick):
+        for _ in range(steps_of(1)):
+            tick()
+
+    def bad(tick):
+        raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause"):
+        take_turns({"good": good, "bad": bad, "better": good}, 1)
+    with pytest.raises(AssertionError, match="short has trained for 0 steps"):
+        take_turns({"good": good, "short": lambda tick: None}, 1)
+
+
+def test_a_world_of_one_takes_as_many_steps():
+    """As the GPU's part has it under nccl."""
+    names = (RAW, RAW + AGAIN, OURS)
+    (times,) = run_ranks(times_on_rank, 8, 1, names, nproc=1)
+    assert set(times) == set(names)
+
+
+def test_the_page_has_a_place_for_each_benchmark():
+    page = ROOT / "docs" / "benchmarks.md"
+    begins = re.escape(MARKS[0]).replace(r"\{\}", r"(\w+)")
+    assert tuple(re.findall(begins, page.read_text())) == bench.NAMES
+    for name in bench.NAMES:
+        around_marks(page, name)
+
+
 def test_a_benchmark_is_measured_and_written(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
@@ -58,7 +131,7 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     assert ended.code == 0, ended.stderr
     (row,) = [line for line in ended.stdout.splitlines() if line.startswith("| on_rank(0) |")]
     text = page.read_text()
-    assert row in text and "old" not in text and "A/A" not in text
+    assert row in text and "old" not in text and "\n\n2 rounds on " in text
     assert text.startswith("before\n") and text.endswith("\nafter")
     assert "on_rank(0) " in text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
     assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
