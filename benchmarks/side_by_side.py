@@ -21,6 +21,10 @@ class Row:
     low: float  # the 95 % interval of `ratio`
     high: float
 
+    def at_most(self, limit: float) -> bool | None:
+        """Return whether the ratio is; None where the interval leaves it open."""
+        return None if self.low <= limit < self.high else self.ratio <= limit
+
 
 def timed(work: Callable[[], object], calls: int = 1) -> Callable[[], float]:
     """Return a way: what makes so many `calls` of `work` and returns the seconds of one."""
@@ -66,6 +70,12 @@ def middle(values: np.ndarray) -> tuple[float, float, float]:
     drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
     return float(np.median(values)), float(low), float(high)
+
+
+def find(rows: Sequence[Row], name: str) -> Row:
+    """Return the row of that name."""
+    (row,) = [row for row in rows if row.name == name]
+    return row
 
 
 def spread(rows: Sequence[Row]) -> float:
