@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import torch
 from side_by_side import AGAIN, Row, compare
-from steps import OURS, RAW, Tick, check_equal, make_loader
+from steps import OURS, RAW, check_equal, make_loader
 from tables import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
-from turns import steps_of, take_turns
+from turns import Tick, Ticks, steps_of, take_turns
 
-from ddp_ref import Callback, Handler, initialize_ddp, run_ranks
+from ddp_ref import Handler, initialize_ddp, run_ranks
 
 ROUNDS, RANKS = 300, 2
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "char_gpt.py"
@@ -85,16 +85,12 @@ def with_handler(
 ) -> None:
     device, optimizer = next(model.parameters()).device, make_optimizer(model)
 
-    class Ticks(Callback):
-        def on_step_end(self) -> None:
-            tick()
-
     handler = Handler(
         model,
         optimizer,
         char_gpt.next_character_loss,
         scheduler=(make_schedule(char_gpt, optimizer), "step"),
-        callbacks=[Ticks()],
+        callbacks=[Ticks(tick)],
         clip_norm=1.0,
         precision="bf16" if device.type == "cuda" else "fp32",
         device=device,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_by_side import AGAIN, compare, find, side_by_side, timed
+from side_by_side import AGAIN, compare, find, side_by_side, timed, together
 from tables import Table, goal
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -65,26 +65,15 @@ def gather_times(rounds: int) -> dict[str, list[float]]:
     assert found is None if info.rank else torch.equal(found, every)
     assert torch.equal(as_objects(), every)
     assert torch.equal(by_accelerate().sort(0).values, every)  # in an order of its own
-    reduce = together(lambda: dist.all_reduce(reduced))
+    reduce = together(timed(lambda: dist.all_reduce(reduced)))
     ways = {
         REDUCE: reduce,
         REDUCE + AGAIN: reduce,
-        OURS: together(ours),
-        "accelerate's gather_for_metrics": together(by_accelerate),
-        "all_gather_object": together(as_objects),
+        OURS: together(timed(ours)),
+        "accelerate's gather_for_metrics": together(timed(by_accelerate)),
+        "all_gather_object": together(timed(as_objects)),
     }
     return side_by_side(ways, rounds)
-
-
-def together(work: Callable[[], object]) -> Callable[[], float]:
-    """Return a way that begins on all ranks at once."""
-    way = timed(work)
-
-    def after_barrier() -> float:
-        dist.barrier()
-        return way()
-
-    return after_barrier
 
 
 def evaluation_times(rounds: int) -> dict[str, list[float]]:
@@ -121,7 +110,7 @@ def evaluation_times(rounds: int) -> dict[str, list[float]]:
     expected = torch.tensor(by_hand(model, own))
     for name, way in ways.items():
         torch.testing.assert_close(torch.tensor(way()), expected, msg=name)
-    timed_ways = {name: together(way) for name, way in ways.items()}
+    timed_ways = {name: together(timed(way)) for name, way in ways.items()}
     return side_by_side(timed_ways | {BY_HAND + AGAIN: timed_ways[BY_HAND]}, rounds)
 
 

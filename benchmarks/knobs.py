@@ -11,9 +11,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from side_by_side import AGAIN, compare, side_by_side, timed
+from steps import check_equal
 from tables import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -50,13 +50,13 @@ def times_on_rank(rounds: int) -> list[dict[str, list[float]]]:
     knobs = {name: DDP(make_model(), **options) for name, options in KNOBS.items()}
     one = {name: timed(stepping(model, batches[:1], 1), STEPS) for name, model in knobs.items()}
     found = [side_by_side(one, rounds)]
-    check_equal(knobs)
+    check_equal(knobs, make_model())
     del one, knobs
     every = {EACH: 1, EACH + AGAIN: 1, "one, the others under no_sync": ACCUMULATE}
     models = {name: DDP(make_model()) for name in every}
     ways = {name: timed(stepping(models[name], batches, n)) for name, n in every.items()}
     found.append(side_by_side(ways, rounds))
-    check_equal(models, exact=False)  # the sums are in another order
+    check_equal(models, make_model(), rtol=1e-4, atol=1e-6)  # the sums are in another order
     return found
 
 
@@ -77,15 +77,3 @@ def stepping(model: DDP, batches: list[torch.Tensor], every: int) -> Callable[[]
         optimizer.step()
 
     return step
-
-
-def check_equal(models: dict[str, DDP], exact: bool = True) -> None:
-    """Raise AssertionError unless all models have been trained to the same weights."""
-    dist.barrier()
-    flat = {n: nn.utils.parameters_to_vector(m.parameters()) for n, m in models.items()}
-    first = next(iter(flat.values()))
-    untrained = nn.utils.parameters_to_vector(make_model().parameters())
-    assert not torch.equal(first, untrained), "nothing has trained"
-    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
-    for name, weights in flat.items():
-        torch.testing.assert_close(weights, first, msg=f"{name} trained another model", **tolerance)

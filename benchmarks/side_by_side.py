@@ -6,6 +6,7 @@ from random import Random
 from time import perf_counter
 
 import numpy as np
+import torch.distributed as dist
 
 AGAIN = ", again"  # ends the name of the A/A control: the base once more, under another name
 RESAMPLES = 10_000
@@ -36,6 +37,16 @@ def timed(work: Callable[[], object], calls: int = 1) -> Callable[[], float]:
         return (perf_counter() - start) / calls
 
     return way
+
+
+def together(way: Callable[[], float]) -> Callable[[], float]:
+    """Return the way that begins on all ranks at once."""
+
+    def after_barrier() -> float:
+        dist.barrier()
+        return way()
+
+    return after_barrier
 
 
 def side_by_side(
@@ -78,7 +89,13 @@ def find(rows: Sequence[Row], name: str) -> Row:
     return row
 
 
+def control(rows: Sequence[Row]) -> Row:
+    """Return the row of the base's second measurement."""
+    (row,) = [row for row in rows if row.name.endswith(AGAIN)]
+    return row
+
+
 def spread(rows: Sequence[Row]) -> float:
     """Return how far from 1 the control's interval reaches: what the machine's noise can do."""
-    (control,) = [row for row in rows if row.name.endswith(AGAIN)]
-    return max(abs(control.low - 1), abs(control.high - 1))
+    row = control(rows)
+    return max(abs(row.low - 1), abs(row.high - 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-from side_by_side import AGAIN, Row, spread
+from side_by_side import AGAIN, Row, control, spread
 
 if TYPE_CHECKING:  # it is loaded to draw: mp.spawn's processes, which are timed, load this module
     from matplotlib.axes import Axes
@@ -35,8 +35,7 @@ class Table:
     @property
     def base(self) -> str:
         """What all others are compared with."""
-        (control,) = [row.name for row in self.rows if row.name.endswith(AGAIN)]
-        return control.removesuffix(AGAIN)
+        return control(self.rows).name.removesuffix(AGAIN)
 
 
 def goal(text: str, reached: bool | None) -> str:

@@ -12,13 +12,26 @@ from time import perf_counter
 
 import torch
 
+from ddp_ref import Callback
+
 GROUP = 10  # steps of a turn: `Handler` has one exchange in them
 WARM_UP = 3  # turns
-Training = Callable[[Callable[[], None]], None]  # is given what to call after each step
+Tick = Callable[[], None]  # what a way calls after each step
+Training = Callable[[Tick], None]
 
 
 class Abandoned(Exception):
     """Another way has failed."""
+
+
+class Ticks(Callback):
+    """Have `Handler` call `tick` after each step."""
+
+    def __init__(self, tick: Tick) -> None:
+        self.tick = tick
+
+    def on_step_end(self) -> None:
+        self.tick()
 
 
 def steps_of(rounds: int) -> int:

@@ -188,7 +188,8 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
         if output.error:
             raise output.error from None
         raise
-    comment = MARK + f"{_contents_sum(file):08x}".encode()
+    with zipfile.ZipFile(file) as archive:
+        comment = MARK + f"{_contents_sum(archive, file):08x}".encode()
     file.seek(-len(NO_COMMENT), os.SEEK_END)
     file.write(len(comment).to_bytes(2, "little") + comment)
     file.flush()
@@ -206,13 +207,11 @@ def _checksums() -> Iterator[None]:
         set_crc32_options(before)
 
 
-def _contents_sum(file: BinaryIO) -> int:
-    """Return the checksum of the archive's table of contents, up to its comment."""
-    with zipfile.ZipFile(file) as archive:
-        start, comment = archive.start_dir, archive.comment
-    end = file.seek(0, os.SEEK_END) - len(comment) - len(NO_COMMENT)
-    file.seek(start)
-    return zlib.crc32(file.read(end - start))
+def _contents_sum(archive: zipfile.ZipFile, file: BinaryIO) -> int:
+    """Return the checksum of the table of contents of `archive`, in `file`, up to its comment."""
+    end = file.seek(0, os.SEEK_END) - len(archive.comment) - len(NO_COMMENT)
+    file.seek(archive.start_dir)
+    return zlib.crc32(file.read(end - archive.start_dir))
 
 
 def _check_sums(file: BinaryIO) -> None:
@@ -223,11 +222,11 @@ def _check_sums(file: BinaryIO) -> None:
     one, but for an archive that a bare torch.save has written.
     """
     with zipfile.ZipFile(file) as archive:
-        comment = archive.comment
         if damaged := archive.testzip():
             raise RuntimeError(f"wrong checksum of {damaged}")
-    if comment.startswith(MARK) and _contents_sum(file) != int(comment.removeprefix(MARK), 16):
-        raise RuntimeError("wrong checksum of the table of contents")
+        told = archive.comment.removeprefix(MARK)
+        if told != archive.comment and _contents_sum(archive, file) != int(told, 16):
+            raise RuntimeError("wrong checksum of the table of contents")
 
 
 def _check_readable(path: Path) -> None:

@@ -117,37 +117,6 @@ def gather_rows(pieces: Sequence[Tensor]) -> Tensor | None:
     return _dealt(parts, [counts for _, counts in every], shape, dtype)
 
 
-def _dealt(
-    own: Iterable[Tensor], counts: list[list[int]], shape: Any, dtype: torch.dtype
-) -> Tensor:
-    """Return the rows of all ranks, `counts` in each part of each rank, with rank 0's `own`."""
-    whole = torch.empty(sum(map(sum, counts)), *shape, dtype=dtype)
-    for rank, lengths in enumerate(counts):
-        left = whole[rank :: len(counts)]
-        parts = (_receive(rank, (n, *shape), dtype) for n in lengths) if rank else own
-        for part in parts:
-            left[: len(part)] = part
-            left = left[len(part) :]
-    return whole
-
-
-def _grouped(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return `pieces` in groups of MESSAGE bytes or more, the last of what is left."""
-    groups: list[list[Tensor]] = []
-    nbytes = MESSAGE
-    for piece in pieces:
-        if nbytes >= MESSAGE:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(piece)
-        nbytes += piece.nbytes
-    return groups
-
-
-def _joined(group: Sequence[Tensor]) -> Tensor:
-    return group[0] if len(group) == 1 else torch.cat(list(group))
-
-
 def gather_objects(obj: T) -> list[T] | None:
     """Return the objects of all ranks, in rank order, on rank 0; None elsewhere (collective).
 
@@ -210,6 +179,37 @@ def _tell_all(own: T) -> list[T]:
     if len(every) > 1:
         dist.all_gather_object(every, own)
     return every
+
+
+def _dealt(
+    own: Iterable[Tensor], counts: list[list[int]], shape: Any, dtype: torch.dtype
+) -> Tensor:
+    """Return the rows of all ranks, `counts` in each part of each rank, with rank 0's `own`."""
+    whole = torch.empty(sum(map(sum, counts)), *shape, dtype=dtype)
+    for rank, lengths in enumerate(counts):
+        left = whole[rank :: len(counts)]
+        parts = (_receive(rank, (n, *shape), dtype) for n in lengths) if rank else own
+        for part in parts:
+            left[: len(part)] = part
+            left = left[len(part) :]
+    return whole
+
+
+def _grouped(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return `pieces` in groups of MESSAGE bytes or more, the last of what is left."""
+    groups: list[list[Tensor]] = []
+    nbytes = MESSAGE
+    for piece in pieces:
+        if nbytes >= MESSAGE:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(piece)
+        nbytes += piece.nbytes
+    return groups
+
+
+def _joined(group: Sequence[Tensor]) -> Tensor:
+    return group[0] if len(group) == 1 else torch.cat(list(group))
 
 
 def _agree_on_names(values: Mapping[str, Number], names: Sequence[str] | None) -> list[str]:

@@ -16,17 +16,9 @@ def dumps(what: str, value: Any) -> bytes:
     What comes before its first tensor is pickled twice.
     """
     try:
-        return _without_tensors(value)
-    except _HasTensors:
-        pass
+        return _without_tensors(value) or _with_tensors(value)
     except Exception as error:
-        raise _cannot(what, error) from error
-    buffer = BytesIO()
-    try:
-        torch.save(value, buffer, pickle_module=_CloudPickle(), pickle_protocol=5)
-    except Exception as error:
-        raise _cannot(what, error) from error
-    return buffer.getvalue()
+        raise TypeError(f"{what} cannot be pickled: {error}") from error
 
 
 def loads(packed: bytes) -> Any:
@@ -36,18 +28,23 @@ def loads(packed: bytes) -> Any:
     return torch.load(BytesIO(packed), map_location=_place, weights_only=False)
 
 
-def _cannot(what: str, error: Exception) -> TypeError:
-    return TypeError(f"{what} cannot be pickled: {error}")
-
-
 class _HasTensors(Exception):
     """The value holds tensors, which torch.save sends better than a pickle does."""
 
 
-def _without_tensors(value: Any) -> bytes:
-    """Return `value` pickled, a hundredth of torch.save's time; raise _HasTensors if it has any."""
+def _without_tensors(value: Any) -> bytes | None:
+    """Return `value` pickled, a hundredth of torch.save's time; None if it has tensors."""
     buffer = BytesIO()
-    _Plain(buffer, 5).dump(value)
+    try:
+        _Plain(buffer, 5).dump(value)
+    except _HasTensors:
+        return None
+    return buffer.getvalue()
+
+
+def _with_tensors(value: Any) -> bytes:
+    buffer = BytesIO()
+    torch.save(value, buffer, pickle_module=_CloudPickle(), pickle_protocol=5)
     return buffer.getvalue()
 
 
