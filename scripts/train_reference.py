@@ -44,7 +44,7 @@ def train_spawned(rank, config):
     except KeyboardInterrupt:  # which mp.spawn takes for a good end
         sys.exit(f"error: rank {rank} was interrupted")
     except Exception as error:
-        print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: rank {rank}: {type(error).__name__}: {error}\n")
         raise
 
 

@@ -193,9 +193,7 @@ class Session:
         for command in commands:
             lines += [command, r"printf '\n@@ %d\n' $?"]
         (self.work / "session.sh").write_text("\n".join([*lines, ""]))
-        # Buffered, as from a shell: without, a line is two writes, and those of ranks mix.
-        env = self.environment | {"PYTHONUNBUFFERED": ""}
-        ended = run("bash", "session.sh", cwd=self.work, env=env, timeout=self.limit)
+        ended = run("bash", "session.sh", cwd=self.work, env=self.environment, timeout=self.limit)
         *parts, rest = re.split(r"\n@@ (\d+)\n", ended.stdout)
         assert len(parts) == 2 * len(commands), f"the session ended within its commands: {rest}"
         return [(int(code), text) for text, code in zip(parts[::2], parts[1::2], strict=True)]
