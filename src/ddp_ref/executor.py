@@ -5,7 +5,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from threading import Lock
@@ -32,7 +31,6 @@ class ParallelExecutor:
         self.devices = _devices(num_gpus)
         self._pass_device = pass_device
         self._workers: dict[int, Worker] = {}
-        self._pool: ThreadPoolExecutor | None = None  # a thread for each worker, kept between calls
         self._owner = os.getpid()
         self._turn = Lock()
 
@@ -59,24 +57,20 @@ class ParallelExecutor:
             raise RuntimeError("this executor is of the process that forked this: make one here")
         packed = dumps("func or an argument", (_on_device, func, args, kwargs))
         with self._turn:
-            self._pool = self._pool or ThreadPoolExecutor(len(self.devices))
             workers = [self._worker(number) for number in range(len(self.devices))]
-            return run_all(workers, lambda worker: worker.call(packed), self._pool)
+            return run_all(workers, lambda worker: worker.call(packed))
 
     def close(self) -> None:
         """End the workers; a later `run` starts new ones. In a forked process, do nothing."""
-        if self._pool is None or os.getpid() != self._owner:
+        if os.getpid() != self._owner:
             return
         workers = list(self._workers.values())
         self._workers.clear()
         idle = [worker for worker in workers if worker.idle]
         with suppress(RuntimeError, TimeoutError):  # the results are here: no matter how they end
-            if idle:
-                run_all(idle, Worker.leave, self._pool, LEAVE)
+            run_all(idle, Worker.leave, LEAVE)
         for worker in workers:
             worker.end()
-        self._pool.shutdown()
-        self._pool = None
 
     def _worker(self, number: int) -> Worker:
         """Return the worker of a device: a new one for the first call, or after a death."""

@@ -4,7 +4,6 @@ import atexit
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from tempfile import TemporaryFile
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from .initialize import cleanup_ddp, linger
 from .pickling import dumps
-from .worker import Worker, run_all, worker_environment
+from .worker import Talk, Worker, run_all, worker_environment
 
 HOST = "127.0.0.1"
 
@@ -46,9 +45,9 @@ def run_ranks(
     # Hosted here, on a port the system picks: the ranks join as under torchrun, and no runs clash.
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
-    def take_part(worker: Worker) -> Any:
-        result = worker.call(packed)
-        worker.leave()
+    def take_part(worker: Worker) -> Talk:
+        result = yield from worker.call(packed)
+        yield from worker.leave()
         return result
 
     with ExitStack() as stack:
@@ -59,8 +58,7 @@ def run_ranks(
             environment = _rank_environment(rank, nproc, store.port)
             workers.append(Worker(f"rank {rank}", environment, output))
             stack.callback(workers[-1].end)
-        pool = stack.enter_context(ThreadPoolExecutor(nproc))
-        return run_all(workers, take_part, pool, timeout)
+        return run_all(workers, take_part, timeout)
 
 
 def _as_rank(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -9,17 +9,15 @@ import functools
 import inspect
 import math
 import os
-import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any
 
 from .environment import MASTER_NAMES, RANK_NAMES, available_cores
@@ -48,6 +46,9 @@ importlib.import_module(module).serve(connection, descriptor, life, parent)
 """
 
 
+Talk = Generator[None, None, Any]  # what is said to a worker; it yields to wait for its answer
+
+
 class Failure(Exception):
     """`error` was raised in a worker at the time `when`; without one, the worker has died."""
 
@@ -61,24 +62,24 @@ class Worker:
     def __init__(
         self, name: str, env: Mapping[str, str], output: IO[bytes] | None = None, **keywords: Any
     ) -> None:
-        self.name, self._keywords = name, keywords
+        self.name = name
         self._busy = False
-        self._connection, theirs = Pipe()
-        life, self._life = os.pipe()  # nothing is ever written: its end is this process's end
-        with theirs:
+        self.connection, theirs = Pipe()
+        life, self._life = Pipe(duplex=False)  # for nothing but its end, with this process
+        with theirs, life:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", BOOT, str(theirs.fileno()), str(life)],
+                [sys.executable, "-u", "-c", BOOT, str(theirs.fileno()), str(life.fileno())],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=[theirs.fileno(), life],
+                pass_fds=[theirs.fileno(), life.fileno()],
                 start_new_session=True,
             )
         try:
-            os.close(life)
             with suppress(OSError):  # it is gone already: the first call says so
-                self._connection.send((sys.path, sys.argv, __name__, os.getpid()))
+                self.connection.send((sys.path, sys.argv, __name__, os.getpid()))
+                self.connection.send(keywords)
         except BaseException:
             self.end()
             raise
@@ -87,36 +88,38 @@ class Worker:
     def idle(self) -> bool:
         """Whether it lives, between two calls (when it has nothing to say but that it ended)."""
         ended = self._process.returncode is not None
-        return not (ended or self._busy or self._connection.poll())
+        return not (ended or self._busy or self.connection.poll())
 
-    def call(self, packed: bytes) -> Any:
+    def call(self, packed: bytes) -> Talk:
         """Return what the packed (run, func, args, kwargs) returns there, or raise Failure.
 
         The worker calls `run(func, args, kwargs, **keywords)`, with the keywords of this worker.
         """
         self._busy = True
         try:
-            self._connection.send(self._keywords)
-            self._connection.send_bytes(packed)
-            raised_at = self._connection.recv()
-            answer = self._connection.recv_bytes()
+            self.connection.send_bytes(packed)
+            yield
+            answer = self.connection.recv_bytes()
+            failure = None if answer else self.connection.recv()
             self._busy = False
         except (EOFError, OSError):
             raise Failure(float("-inf"), None) from None
-        if raised_at is None:
+        if failure is None:
             return self._result(answer)
-        error = unpack_exception(answer, self.name)
+        raised_at, packed_error = failure
+        error = unpack_exception(packed_error, self.name)
         if isinstance(error, SystemExit):  # raised here, it would end this process as well
             left = error
             error = RuntimeError(f"{self.name} exited with code {left.code!r}, by sys.exit")
             error.__cause__ = left
         raise Failure(raised_at, error)
 
-    def leave(self) -> None:
+    def leave(self) -> Talk:
         """Let the process run to its end; raise Failure if that is not a clean one."""
         with suppress(EOFError, OSError):
-            self._connection.send(None)
-            self._connection.recv_bytes()
+            self.connection.send_bytes(b"")
+            yield
+            self.connection.recv_bytes()
         if self.end():
             raise Failure(float("-inf"), None)
 
@@ -125,9 +128,7 @@ class Worker:
         if self._process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
                 os.killpg(self._process.pid, signal.SIGKILL)
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
+        self._life.close()
         return self._process.wait()
 
     def death(self) -> RuntimeError:
@@ -153,35 +154,93 @@ class Worker:
 
 def run_all(
     workers: Sequence[Worker],
-    talk: Callable[[Worker], Any],
-    pool: futures.Executor,
+    talk: Callable[[Worker], Talk],
     timeout: timedelta | None = None,
 ) -> list[Any]:
     """Hold `talk(worker)` with all workers at once and return their results in order.
 
-    `pool` has a thread for each of them. The failure that came first is raised, or TimeoutError;
-    workers that are busy then, or when the caller is interrupted, are killed. A death comes before
-    exceptions, which are its notes: peers that lost their connection to a dead rank may report
-    before its end is noticed.
+    The failure that came first is raised, or TimeoutError; workers that are busy then, or when the
+    caller is interrupted, are killed. A death comes before exceptions, which are its notes: peers
+    that lost their connection to a dead rank may report before its end is noticed.
     """
-    talks: dict[futures.Future, Worker] = {}
+    talks = _Talks({worker: talk(worker) for worker in workers})
     try:
-        for worker in workers:
-            talks[pool.submit(talk, worker)] = worker
-        if _wait(talks, timeout):
-            futures.wait(talks, SETTLE)
-        failed = _failures(talks)
-        late = [worker.name for future, worker in talks.items() if not future.done()]
+        with _ended_after(timeout, talks.running) as late:
+            talks.hold()
     finally:
-        done = {worker for future, worker in talks.items() if future.done()}
-        for worker in set(workers) - done:
+        for worker in talks.running:
             worker.end()
-    if failed:
-        first, worker = min(failed, key=lambda pair: pair[0].when)
-        raise first.error or _death(worker, [failure.error for failure, _ in failed])
-    if late:
-        raise TimeoutError(f"no result from {', '.join(late)} within {timeout}")
-    return [future.result() for future in talks]
+    failures = {worker: why for worker, why in talks.failures.items() if worker not in late}
+    if failures:
+        first = min(failures, key=lambda worker: failures[worker].when)
+        raise failures[first].error or _death(first, [why.error for why in failures.values()])
+    if missed := [worker.name for worker in late if worker not in talks.results]:
+        raise TimeoutError(f"no result from {', '.join(missed)} within {timeout}")
+    return [talks.results[worker] for worker in workers]
+
+
+class _Talks:
+    """Talks with several workers at once, by one thread: it goes on with the one that answers."""
+
+    def __init__(self, running: dict[Worker, Talk]) -> None:
+        self.running = running
+        self.results: dict[Worker, Any] = {}
+        self.failures: dict[Worker, Failure] = {}
+
+    def hold(self) -> None:
+        """Hold them to their end; after a failure, those that end SETTLE seconds later at most."""
+        self._go_on(list(self.running))
+        while not self.failures and (ready := self._ready(math.inf)):
+            self._go_on(ready)
+        settled = time.monotonic() + SETTLE
+        while ready := self._ready(settled):
+            self._go_on(ready)
+
+    def _go_on(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            try:
+                next(self.running[worker])
+                continue
+            except StopIteration as end:
+                self.results[worker] = end.value
+            except Failure as failure:
+                self.failures[worker] = failure
+            del self.running[worker]
+
+    def _ready(self, deadline: float) -> list[Worker]:
+        """Wait for workers that have answered, or died; none when all are through, or too late."""
+        connections = {worker.connection: worker for worker in self.running}
+        while connections and (left := deadline - time.monotonic()) > 0:
+            # in short waits: an interrupt that another thread receives does not wake this one
+            if answered := wait(list(connections), min(left, WAKE)):
+                return [connections[connection] for connection in answered]  # type: ignore[index]
+        return []
+
+
+@contextmanager
+def _ended_after(timeout: timedelta | None, running: Mapping[Worker, Talk]) -> Iterator[list]:
+    """End the workers that are `running` when `timeout` is over, and put them into the list.
+
+    From a thread: this one may wait for the rest of a message of a worker that is stopped.
+    """
+    late: list[Worker] = []
+
+    def end() -> None:
+        late.extend(list(running))
+        for worker in late:
+            worker.end()
+
+    if timeout is None:
+        yield late
+        return
+    timer = threading.Timer(min(timeout.total_seconds(), threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _death(worker: Worker, errors: Sequence[BaseException | None]) -> RuntimeError:
@@ -192,26 +251,11 @@ def _death(worker: Worker, errors: Sequence[BaseException | None]) -> RuntimeErr
     return death
 
 
-def _wait(talks: Mapping[futures.Future, Worker], timeout: timedelta | None) -> bool:
-    """Wait for the end of all talks, or `timeout`, or a failure: then return True."""
-    deadline = time.monotonic() + (math.inf if timeout is None else timeout.total_seconds())
-    running = set(talks)
-    while running and not _failures(talks) and (left := deadline - time.monotonic()) > 0:
-        # in short waits: an interrupt that another thread receives does not wake this one
-        running = futures.wait(talks, min(left, WAKE), futures.FIRST_EXCEPTION).not_done
-    return bool(_failures(talks))
-
-
-def _failures(talks: Mapping[futures.Future, Worker]) -> list[tuple[Failure, Worker]]:
-    errors = [(future.exception(), worker) for future, worker in talks.items() if future.done()]
-    return [(error, worker) for error, worker in errors if isinstance(error, Failure)]
-
-
 def serve(connection: Connection, descriptor: int, life: int, parent: int) -> None:
-    """Run the calls that come through `connection`, in the worker, until it is told to leave.
+    """Answer the calls that come through `connection`, in the worker, until an empty one.
 
     `descriptor` stays open until the very end of the process: that is how the parent sees it.
-    The other end of `life` closes with the parent: that is how the kernel sees the parent's end.
+    The other end of `life` closes with the parent: that is how the worker sees the parent's end.
     """
     _die_with(life)
     held = [descriptor]
@@ -222,22 +266,22 @@ def serve(connection: Connection, descriptor: int, life: int, parent: int) -> No
             os.close(held.pop())
 
     os.register_at_fork(after_in_child=release)
-    calls: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, calls, parent), daemon=True).start()
-    while _answer(connection, calls.get()):
-        pass
-
-
-def _listen(connection: Connection, calls: queue.SimpleQueue, parent: int) -> None:
-    """Pass the parent's calls on; when the parent is gone, end this process and its children."""
+    threading.Thread(target=_watch, args=(Connection(life), parent), daemon=True).start()
     try:
-        while os.getppid() == parent:  # a process that the parent forked may keep the other end
-            if connection.poll(PARENT_CHECK):
-                keywords = connection.recv()
-                calls.put(None if keywords is None else (keywords, connection.recv_bytes()))
-    except (EOFError, OSError):
-        pass  # the parent is gone, or has closed its side
-    finally:  # whatever it was: nobody listens any more
+        keywords = connection.recv()
+        while packed := connection.recv_bytes():
+            _answer(connection, packed, keywords)
+    except (EOFError, OSError):  # nobody listens any more
+        os.killpg(0, signal.SIGKILL)
+
+
+def _watch(life: Connection, parent: int) -> None:
+    """End this process and its children when the parent is gone."""
+    try:
+        # A process that the parent forked may keep the other end: so who the parent is, as well.
+        while os.getppid() == parent and not life.poll(PARENT_CHECK):
+            pass
+    finally:
         os.killpg(0, signal.SIGKILL)
 
 
@@ -254,11 +298,8 @@ def _die_with(life: int) -> None:
         fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _answer(connection: Connection, call: tuple[dict[str, Any], bytes] | None) -> bool:
-    """Run one call and send its result, or when it raised and what; None is the call to leave."""
-    if call is None:
-        return False
-    keywords, packed = call
+def _answer(connection: Connection, packed: bytes, keywords: dict[str, Any]) -> None:
+    """Run one call and send its result, or an empty message, when it raised, and what."""
     raised_at = None
     try:
         run, func, args, kwargs = loads(packed)
@@ -266,9 +307,11 @@ def _answer(connection: Connection, call: tuple[dict[str, Any], bytes] | None) -
         answer = dumps("the result", run(func, args, kwargs, **keywords))
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         raised_at, answer = time.monotonic(), pack_exception(error)
-    connection.send(raised_at)
-    connection.send_bytes(answer)
-    return True
+    if raised_at is None:
+        connection.send_bytes(answer)
+    else:
+        connection.send_bytes(b"")
+        connection.send((raised_at, answer))
 
 
 def _fill_main(func: Any) -> None:
