@@ -82,6 +82,8 @@ def draw(tables: Sequence[Table], path: Path) -> None:
 
 
 def draw_ratios(axes: "Axes", table: Table) -> None:
+    from matplotlib.ticker import LogLocator
+
     rows = list(table.rows)
     noise = spread(rows)
     axes.axvspan(1 - min(noise, 0.99), 1 + noise, color="C7", alpha=0.3)
@@ -91,9 +93,11 @@ def draw_ratios(axes: "Axes", table: Table) -> None:
         axes.plot([row.low, row.high], [place, place], color=color)
         axes.plot(row.ratio, place, "o", color=color)
     if max(row.ratio for row in rows) > WIDE or min(row.ratio for row in rows) < 1 / WIDE:
-        axes.set_xscale("log")
+        axes.set_xscale("log", subs=[])
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"time, {table.base} = 1")
     axes.set_title(table.title, fontsize="medium", loc="left")
     axes.grid(axis="x", alpha=0.3)
