@@ -39,12 +39,13 @@ def steps_of(rounds: int) -> int:
     return GROUP * (WARM_UP + rounds)
 
 
-def take_turns(ways: Mapping[str, Training], rounds: int) -> dict[str, list[float]]:
+def take_turns(ways: Mapping[str, Training], rounds: int, seed: int = 0) -> dict[str, list[float]]:
     """Return the seconds of a step of each way, by round; a round has a turn of each.
 
-    Each way is a loop of its own, in a thread. Collective: all ranks call, with the same ways.
+    Each way is a loop of its own, in a thread; `seed` draws their order. Collective: all ranks
+    call, with the same arguments.
     """
-    turns = Turns(list(ways), rounds)
+    turns = Turns(list(ways), rounds, seed)
     with ThreadPoolExecutor(len(ways)) as pool:
         ends = [pool.submit(turns.play, name, way) for name, way in ways.items()]
     errors = [error for end in ends if (error := end.exception())]
@@ -56,8 +57,8 @@ def take_turns(ways: Mapping[str, Training], rounds: int) -> dict[str, list[floa
 class Turns:
     """Whose turn it is, the same on all ranks, and how long the steps took."""
 
-    def __init__(self, names: Sequence[str], rounds: int) -> None:
-        draw = Random(0)
+    def __init__(self, names: Sequence[str], rounds: int, seed: int) -> None:
+        draw = Random(seed)
         order = [draw.sample(names, len(names)) for _ in range(WARM_UP + rounds)]
         self._whose = deque(name for each in order for name in each)
         self._steps, self._failed, self._changed = steps_of(rounds), False, Condition()
