@@ -211,29 +211,65 @@ def test_an_exception_beside_a_death_is_its_note(monkeypatch):
     assert note.startswith("also ") and "ValueError: the cause\nraised on rank 0:" in note
 
 
-@pytest.mark.parametrize("end", ["killed", "returned"])
+@pytest.mark.parametrize("end", ["killed", "exited", "returned"])
 def test_what_a_rank_leaves_behind_neither_hides_its_end_nor_stays(end, tmp_path):
     def work():
         rank = os.environ["RANK"]
         child = os.fork()
         if child == 0:
+            if end == "exited":
+                os.execvp("sleep", ["sleep", "1000"])
             time.sleep(1000)  # and holds all that the rank had open
         (tmp_path / rank).write_text(str(child))
-        if rank == "1" and end == "killed":
+        if rank == "1" and end != "returned":
             other = tmp_path / "0"
             while not (other.exists() and other.read_text()):  # rank 0 is killed for our end
                 time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(3) if end == "exited" else os.kill(os.getpid(), signal.SIGKILL)
 
-    if end == "killed":
-        with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
-            run_ranks(work, timeout=LIMIT)
-    else:
+    if end == "returned":
         run_ranks(work, timeout=LIMIT)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"rank 1 (was killed by SIGKILL|exited with code 3)"
+        ):
+            run_ranks(work, timeout=LIMIT)
     for rank in range(2):
         child = int((tmp_path / str(rank)).read_text())
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(child).wait(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [(lambda: None, 0), (lambda: sys.exit(4), 4), (lambda: os.read(-1, 1), 1)]
+)
+def test_a_child_that_a_rank_has_forked_ends_as_the_function_does(end, code):
+    def work():
+        child = os.fork()
+        if child == 0:
+            return end()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert run_ranks(work, nproc=1, timeout=LIMIT) == [code]
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stopped_hides_no_failure(stopped, tmp_path, monkeypatch):
+    code = (
+        f"import os, signal\nif os.environ.get('RANK') == '{stopped}': os.kill(0, signal.SIGSTOP)"
+    )
+    (tmp_path / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    class Nothing(Exception):
+        def __len__(self):
+            return 0
+
+    def work(data):
+        raise Nothing
+
+    with pytest.raises(Nothing):  # though the other has not even taken what it is to do
+        run_ranks(work, torch.zeros(10_000_000), timeout=LIMIT)
 
 
 def test_it_never_outlives_its_timeout_whatever_the_ranks_do(capfd):

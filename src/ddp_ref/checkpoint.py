@@ -8,7 +8,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,7 +20,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
 MARK = b"ddp_ref contents crc32 "  # before that sum, in the comment of the zip archive
 NO_COMMENT = bytes(2)  # the length of the comment, how an archive without one ends
-CHUNK = 2**23  # bytes in memory at which the disk begins to write
+CHUNK = 2**23  # bytes after which the disk is told to begin with them
 WRAPPED, COMPILED = "module.", "_orig_mod."  # what DDP and torch.compile add to names
 
 
@@ -172,20 +172,26 @@ class _Output:
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.flush = file, file.flush
         self.error: OSError | None = None
-        self._in_memory = 0  # bytes that the disk has not been told of
+        self._written = self._told = 0  # bytes, and those that the disk has been told of
 
     def write(self, data: bytes) -> int:
         try:
             written = self.file.write(data)
-            self._in_memory += written
-            if self._in_memory >= CHUNK and sys.platform == "linux":
-                self._in_memory = 0
-                # The disk begins with what is there (mm/fadvise.c): fsync waits for less.
-                os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self.error = error
             raise
+        self._written += written
+        if self._written - self._told >= CHUNK:
+            self._tell_disk()
         return written
+
+    def _tell_disk(self) -> None:
+        """Have the disk begin with what is written, so that fsync waits for the rest only."""
+        new, self._told = self._told, self._written
+        if sys.platform == "linux":
+            with suppress(OSError):  # a hint: some kernels take none
+                # It starts to write what is in memory, and drops what is on disk (mm/fadvise.c).
+                os.posix_fadvise(self.file.fileno(), new, self._told - new, os.POSIX_FADV_DONTNEED)
 
 
 def _save(state: dict[str, Any], file: BinaryIO) -> None:

@@ -61,7 +61,7 @@ class ParallelExecutor:
             return run_all(workers, lambda worker: worker.call(packed))
 
     def close(self) -> None:
-        """End the workers; a later `run` starts new ones. In a forked process, do nothing."""
+        """End the workers, busy ones too; a later `run` starts new ones. A no-op if forked."""
         if os.getpid() != self._owner:
             return
         workers = list(self._workers.values())

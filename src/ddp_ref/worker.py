@@ -9,16 +9,21 @@ import functools
 import inspect
 import math
 import os
+import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe, wait
-from typing import IO, Any
+from io import BytesIO
+from multiprocessing.connection import Connection, Pipe
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from struct import Struct
+from typing import IO, Any, BinaryIO
 
 from .environment import MASTER_NAMES, RANK_NAMES, available_cores
 from .errors import add_note, describe, pack_exception, unpack_exception
@@ -32,21 +37,23 @@ WAKE = 0.2  # seconds after which a waiting parent feels an interrupt at the lat
 DYING = 2.0  # seconds from the end of a connection to that of its process
 SETTLE = 0.25  # seconds in which failures count as simultaneous: a death may be noticed last
 
+SIZE = Struct("!Q")  # before a call: of how many bytes it is, 0 for the last
+ANSWER = Struct("!dQ")  # before what it returns or raises: when it raised, else NaN, and the size
+PIECE = 2**20  # bytes that are read at once at most
+
 BOOT = """
 import sys
 sys.path = [path for path in sys.path if path]  # not the current folder: it may hold a tempfile.py
-import importlib, os
-from multiprocessing.connection import Connection
+import importlib, os, pickle
 descriptor, life = map(int, sys.argv[1:])
 os.set_inheritable(descriptor, False)
 os.set_inheritable(life, False)
-connection = Connection(os.dup(descriptor))
-sys.path, sys.argv, module, parent = connection.recv()
-importlib.import_module(module).serve(connection, descriptor, life, parent)
+calls = open(descriptor, "rb", closefd=False)
+sys.path, sys.argv, module, parent = pickle.load(calls)
+importlib.import_module(module).serve(calls, descriptor, life, parent)
 """
 
-
-Talk = Generator[None, None, Any]  # what is said to a worker; it yields to wait for its answer
+Talk = Generator[int, None, Any]  # what is said to a worker; it yields what it waits for
 
 
 class Failure(Exception):
@@ -64,7 +71,7 @@ class Worker:
     ) -> None:
         self.name = name
         self._busy = False
-        self.connection, theirs = Pipe()
+        self._socket, theirs = socket.socketpair()
         life, self._life = Pipe(duplex=False)  # for nothing but its end, with this process
         with theirs, life:
             self._process = subprocess.Popen(
@@ -77,18 +84,30 @@ class Worker:
                 start_new_session=True,
             )
         try:
-            with suppress(OSError):  # it is gone already: the first call says so
-                self.connection.send((sys.path, sys.argv, __name__, os.getpid()))
-                self.connection.send(keywords)
+            with suppress(ConnectionError):  # it is gone already: the first call says so
+                about = sys.path, sys.argv, __name__, os.getpid()
+                self._socket.sendall(pickle.dumps(about) + pickle.dumps(keywords))
+            self._socket.setblocking(False)  # from now on: one that is stopped keeps nobody waiting
         except BaseException:
             self.end()
             raise
 
+    def fileno(self) -> int:
+        """Return the descriptor that a selector looks at."""
+        return self._socket.fileno()
+
     @property
     def idle(self) -> bool:
-        """Whether it lives, between two calls (when it has nothing to say but that it ended)."""
-        ended = self._process.returncode is not None
-        return not (ended or self._busy or self.connection.poll())
+        """Whether it lives, and waits for a call."""
+        if self._busy:
+            return False
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)  # its end, it has nothing else to say
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            pass
+        return False
 
     def call(self, packed: bytes) -> Talk:
         """Return what the packed (run, func, args, kwargs) returns there, or raise Failure.
@@ -97,17 +116,16 @@ class Worker:
         """
         self._busy = True
         try:
-            self.connection.send_bytes(packed)
-            yield
-            answer = self.connection.recv_bytes()
-            failure = None if answer else self.connection.recv()
+            yield from self._send(SIZE.pack(len(packed)))
+            yield from self._send(packed)
+            raised_at, size = ANSWER.unpack((yield from self._receive(ANSWER.size)))
+            answer = yield from self._receive(size)
             self._busy = False
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             raise Failure(float("-inf"), None) from None
-        if failure is None:
+        if math.isnan(raised_at):
             return self._result(answer)
-        raised_at, packed_error = failure
-        error = unpack_exception(packed_error, self.name)
+        error = unpack_exception(answer, self.name)
         if isinstance(error, SystemExit):  # raised here, it would end this process as well
             left = error
             error = RuntimeError(f"{self.name} exited with code {left.code!r}, by sys.exit")
@@ -116,19 +134,19 @@ class Worker:
 
     def leave(self) -> Talk:
         """Let the process run to its end; raise Failure if that is not a clean one."""
-        with suppress(EOFError, OSError):
-            self.connection.send_bytes(b"")
-            yield
-            self.connection.recv_bytes()
+        with suppress(EOFError, ConnectionError):
+            yield from self._send(SIZE.pack(0))
+            yield from self._receive(1)
         if self.end():
             raise Failure(float("-inf"), None)
 
     def end(self) -> int:
         """Kill the process, if it still runs, and all that it started; return its exit code."""
-        if self._process.returncode is None:
+        if not self._life.closed:  # else its number may be another's by now
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
                 os.killpg(self._process.pid, signal.SIGKILL)
-        self._life.close()
+            self._life.close()
+            self._socket.close()
         return self._process.wait()
 
     def death(self) -> RuntimeError:
@@ -143,6 +161,27 @@ class Worker:
             return RuntimeError(f"{self.name} exited with code {code}")
         names = {number.value: number.name for number in signal.Signals}
         return RuntimeError(f"{self.name} was killed by {names.get(-code, f'signal {-code}')}")
+
+    def _send(self, message: bytes) -> Talk:
+        left = memoryview(message)
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                yield EVENT_WRITE
+
+    def _receive(self, size: int) -> Talk:
+        message = BytesIO()
+        while left := size - message.tell():
+            try:
+                piece = self._socket.recv(min(left, PIECE))
+            except BlockingIOError:
+                yield EVENT_READ
+                continue
+            if not piece:
+                raise EOFError
+            message.write(piece)
+        return message.getvalue()
 
     def _result(self, answer: bytes) -> Any:
         try:
@@ -163,96 +202,71 @@ def run_all(
     caller is interrupted, are killed. A death comes before exceptions, which are its notes: peers
     that lost their connection to a dead rank may report before its end is noticed.
     """
-    talks = _Talks({worker: talk(worker) for worker in workers})
+    deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+    talks = _Talks({worker: talk(worker) for worker in workers}, deadline)
     try:
-        with _ended_after(timeout, talks.running) as late:
-            talks.hold()
+        talks.hold()
     finally:
         for worker in talks.running:
             worker.end()
-    failures = {worker: why for worker, why in talks.failures.items() if worker not in late}
-    if failures:
-        first = min(failures, key=lambda worker: failures[worker].when)
-        raise failures[first].error or _death(first, [why.error for why in failures.values()])
-    if missed := [worker.name for worker in late if worker not in talks.results]:
-        raise TimeoutError(f"no result from {', '.join(missed)} within {timeout}")
+    if talks.failures:
+        raise talks.first_failure()
+    if talks.running:
+        late = ", ".join(worker.name for worker in talks.running)
+        raise TimeoutError(f"no result from {late} within {timeout}")
     return [talks.results[worker] for worker in workers]
 
 
 class _Talks:
-    """Talks with several workers at once, by one thread: it goes on with the one that answers."""
+    """Talks with several workers at once, in one thread: it goes on with the one that is ready."""
 
-    def __init__(self, running: dict[Worker, Talk]) -> None:
-        self.running = running
+    def __init__(self, running: dict[Worker, Talk], deadline: float) -> None:
+        self.running, self.deadline = running, deadline
         self.results: dict[Worker, Any] = {}
         self.failures: dict[Worker, Failure] = {}
 
     def hold(self) -> None:
-        """Hold them to their end; after a failure, those that end SETTLE seconds later at most."""
-        self._go_on(list(self.running))
-        while not self.failures and (ready := self._ready(math.inf)):
-            self._go_on(ready)
-        settled = time.monotonic() + SETTLE
-        while ready := self._ready(settled):
-            self._go_on(ready)
+        """Go on until all have ended, the deadline, or SETTLE seconds after the first failure."""
+        with DefaultSelector() as selector:
+            for worker in list(self.running):
+                selector.register(worker, EVENT_READ)
+                self._go_on(worker, selector)
+            while self.running and (left := self.deadline - time.monotonic()) > 0:
+                # in short waits: an interrupt that another thread receives does not wake this one
+                for key, _ in selector.select(min(left, WAKE)):
+                    self._go_on(key.fileobj, selector)
 
-    def _go_on(self, workers: Sequence[Worker]) -> None:
-        for worker in workers:
-            try:
-                next(self.running[worker])
-                continue
-            except StopIteration as end:
-                self.results[worker] = end.value
-            except Failure as failure:
-                self.failures[worker] = failure
-            del self.running[worker]
+    def first_failure(self) -> BaseException:
+        """Return the error of the failure that came first, and forget all of them."""
+        failures, self.failures = self.failures, {}  # an error's frames would keep them, and it
+        first = min(failures, key=lambda worker: failures[worker].when)
+        error = failures[first].error
+        return _death(first, failures.values()) if error is None else error
 
-    def _ready(self, deadline: float) -> list[Worker]:
-        """Wait for workers that have answered, or died; none when all are through, or too late."""
-        connections = {worker.connection: worker for worker in self.running}
-        while connections and (left := deadline - time.monotonic()) > 0:
-            # in short waits: an interrupt that another thread receives does not wake this one
-            if answered := wait(list(connections), min(left, WAKE)):
-                return [connections[connection] for connection in answered]  # type: ignore[index]
-        return []
-
-
-@contextmanager
-def _ended_after(timeout: timedelta | None, running: Mapping[Worker, Talk]) -> Iterator[list]:
-    """End the workers that are `running` when `timeout` is over, and put them into the list.
-
-    From a thread: this one may wait for the rest of a message of a worker that is stopped.
-    """
-    late: list[Worker] = []
-
-    def end() -> None:
-        late.extend(list(running))
-        for worker in late:
-            worker.end()
-
-    if timeout is None:
-        yield late
-        return
-    timer = threading.Timer(min(timeout.total_seconds(), threading.TIMEOUT_MAX), end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield late
-    finally:
-        timer.cancel()
-        timer.join()
+    def _go_on(self, worker: Any, selector: DefaultSelector) -> None:
+        try:
+            selector.modify(worker, next(self.running[worker]))
+            return
+        except StopIteration as end:
+            self.results[worker] = end.value
+        except Failure as failure:
+            self.failures[worker] = failure.with_traceback(None)  # which would keep this object
+            self.deadline = min(self.deadline, time.monotonic() + SETTLE)
+        selector.unregister(worker)
+        del self.running[worker]
 
 
-def _death(worker: Worker, errors: Sequence[BaseException | None]) -> RuntimeError:
-    """Return the error that says how `worker` ended; its cause may be in `errors`."""
+def _death(worker: Worker, failures: Iterable[Failure]) -> RuntimeError:
+    """Return the error that says how `worker` ended; its cause may be in `failures`."""
     death = worker.death()
-    for error in filter(None, errors):
-        add_note(death, f"also {describe(error)}")
+    for failure in failures:
+        if failure.error is not None:
+            add_note(death, f"also {describe(failure.error)}")
     return death
 
 
-def serve(connection: Connection, descriptor: int, life: int, parent: int) -> None:
-    """Answer the calls that come through `connection`, in the worker, until an empty one.
+def serve(calls: BinaryIO, descriptor: int, life: int, parent: int) -> None:
+    """Answer `calls`, in the worker, until an empty one.
 
     `descriptor` stays open until the very end of the process: that is how the parent sees it.
     The other end of `life` closes with the parent: that is how the worker sees the parent's end.
@@ -261,18 +275,20 @@ def serve(connection: Connection, descriptor: int, life: int, parent: int) -> No
     held = [descriptor]
 
     def release() -> None:
-        connection.close()
         while held:  # a child's own child has nothing to close any more
             os.close(held.pop())
 
     os.register_at_fork(after_in_child=release)
     threading.Thread(target=_watch, args=(Connection(life), parent), daemon=True).start()
+    keywords = pickle.load(calls)
+    answers = open(descriptor, "wb", closefd=False)  # noqa: SIM115 - to the end of the process
     try:
-        keywords = connection.recv()
-        while packed := connection.recv_bytes():
-            _answer(connection, packed, keywords)
-    except (EOFError, OSError):  # nobody listens any more
-        os.killpg(0, signal.SIGKILL)
+        while held and _answer(calls, answers, keywords, held):
+            pass
+    except ConnectionError:
+        if not held:
+            raise  # what the function raised, in a child that it has forked
+        os.killpg(0, signal.SIGKILL)  # nobody listens any more
 
 
 def _watch(life: Connection, parent: int) -> None:
@@ -298,20 +314,41 @@ def _die_with(life: int) -> None:
         fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _answer(connection: Connection, packed: bytes, keywords: dict[str, Any]) -> None:
-    """Run one call and send its result, or an empty message, when it raised, and what."""
-    raised_at = None
+def _answer(
+    calls: BinaryIO, answers: BinaryIO, keywords: Mapping[str, Any], held: Sequence[int]
+) -> bool:
+    """Run the next call and send what it returns, or when it raised and what; False if none is.
+
+    `held` is empty in a child that the function has forked: that ends as the function ends there.
+    """
+    packed = _next_call(calls)
+    if not packed:
+        return False
+    raised_at = math.nan
     try:
         run, func, args, kwargs = loads(packed)
+        del packed  # it may be large
         _fill_main(func)
         answer = dumps("the result", run(func, args, kwargs, **keywords))
-    except BaseException as error:  # noqa: BLE001 - the parent raises it
+    except BaseException as error:
+        if not held:
+            raise
         raised_at, answer = time.monotonic(), pack_exception(error)
-    if raised_at is None:
-        connection.send_bytes(answer)
-    else:
-        connection.send_bytes(b"")
-        connection.send((raised_at, answer))
+    if held:
+        answers.write(ANSWER.pack(raised_at, len(answer)))
+        answers.write(answer)
+        answers.flush()
+    return True
+
+
+def _next_call(calls: BinaryIO) -> bytes:
+    header = calls.read(SIZE.size)
+    if len(header) == SIZE.size:
+        (size,) = SIZE.unpack(header)
+        packed = calls.read(size)
+        if len(packed) == size:
+            return packed
+    raise ConnectionError("the parent has closed its end")
 
 
 def _fill_main(func: Any) -> None:
