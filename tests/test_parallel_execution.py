@@ -5,6 +5,7 @@ import operator
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections import namedtuple
@@ -367,6 +368,17 @@ def test_calls_from_two_threads_take_turns(two):
 
 
 @on_cpu
+def test_closed_during_a_call_it_raises_and_can_be_used_again():
+    with _executor(1, pass_device=False) as executor:
+        executor.run(abs, 1)
+        closing = threading.Timer(0.5, executor.close)
+        closing.start()
+        with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
+            executor.run(time.sleep, 1000)
+        closing.join()
+        assert executor.run(abs, -2) == [2]
+
+
 def test_a_forked_process_makes_its_own(two):
     """The threads that talk to the workers are not in it: a call would wait for ever."""
     pids = _pids(two)

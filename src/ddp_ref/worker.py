@@ -11,7 +11,6 @@ import math
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -71,7 +70,7 @@ class Worker:
     ) -> None:
         self.name = name
         self._busy = False
-        self._socket, theirs = socket.socketpair()
+        self._connection, theirs = Pipe()
         life, self._life = Pipe(duplex=False)  # for nothing but its end, with this process
         with theirs, life:
             self._process = subprocess.Popen(
@@ -84,30 +83,22 @@ class Worker:
                 start_new_session=True,
             )
         try:
-            with suppress(ConnectionError):  # it is gone already: the first call says so
-                about = sys.path, sys.argv, __name__, os.getpid()
-                self._socket.sendall(pickle.dumps(about) + pickle.dumps(keywords))
-            self._socket.setblocking(False)  # from now on: one that is stopped keeps nobody waiting
+            with suppress(ConnectionError), open(self.fileno(), "wb", closefd=False) as stream:
+                stream.write(pickle.dumps((sys.path, sys.argv, __name__, os.getpid())))
+                stream.write(pickle.dumps(keywords))
+            os.set_blocking(self.fileno(), False)  # one that is stopped keeps nobody waiting
         except BaseException:
             self.end()
             raise
 
     def fileno(self) -> int:
         """Return the descriptor that a selector looks at."""
-        return self._socket.fileno()
+        return self._connection.fileno()
 
     @property
     def idle(self) -> bool:
-        """Whether it lives, and waits for a call."""
-        if self._busy:
-            return False
-        try:
-            self._socket.recv(1, socket.MSG_PEEK)  # its end, it has nothing else to say
-        except BlockingIOError:
-            return True
-        except ConnectionError:
-            pass
-        return False
+        """Whether it lives, and waits for a call: then it has nothing to say, not even its end."""
+        return not (self._busy or self._life.closed or self._connection.poll())
 
     def call(self, packed: bytes) -> Talk:
         """Return what the packed (run, func, args, kwargs) returns there, or raise Failure.
@@ -146,7 +137,6 @@ class Worker:
             with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._life.close()
-            self._socket.close()
         return self._process.wait()
 
     def death(self) -> RuntimeError:
@@ -166,7 +156,7 @@ class Worker:
         left = memoryview(message)
         while left:
             try:
-                left = left[self._socket.send(left) :]
+                left = left[os.write(self.fileno(), left) :]
             except BlockingIOError:
                 yield EVENT_WRITE
 
@@ -174,7 +164,7 @@ class Worker:
         message = BytesIO()
         while left := size - message.tell():
             try:
-                piece = self._socket.recv(min(left, PIECE))
+                piece = os.read(self.fileno(), min(left, PIECE))
             except BlockingIOError:
                 yield EVENT_READ
                 continue
@@ -329,15 +319,17 @@ def _answer(
         run, func, args, kwargs = loads(packed)
         del packed  # it may be large
         _fill_main(func)
-        answer = dumps("the result", run(func, args, kwargs, **keywords))
+        result = run(func, args, kwargs, **keywords)
+        if not held:
+            return True
+        answer = dumps("the result", result)
     except BaseException as error:
         if not held:
             raise
         raised_at, answer = time.monotonic(), pack_exception(error)
-    if held:
-        answers.write(ANSWER.pack(raised_at, len(answer)))
-        answers.write(answer)
-        answers.flush()
+    answers.write(ANSWER.pack(raised_at, len(answer)))
+    answers.write(answer)
+    answers.flush()
     return True
 
 
