@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_ref import Handler, initialize_ddp, run_ranks
 
-ROUNDS, RANKS = 120, 2
+ROUNDS, RANKS = 300, 2
 BUILD = Path(__file__).resolve().parent.parent / "build"
 WIDTH, LAYERS = 2048, 4  # 64 MiB of weights, as much of momentum
 BARE, OURS = "torch.save and fsync", "Handler.save"

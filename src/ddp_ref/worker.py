@@ -107,8 +107,7 @@ class Worker:
         """
         self._busy = True
         try:
-            yield from self._send(SIZE.pack(len(packed)))
-            yield from self._send(packed)
+            yield from self._send(SIZE.pack(len(packed)), packed)
             raised_at, size = ANSWER.unpack((yield from self._receive(ANSWER.size)))
             answer = yield from self._receive(size)
             self._busy = False
@@ -152,13 +151,18 @@ class Worker:
         names = {number.value: number.name for number in signal.Signals}
         return RuntimeError(f"{self.name} was killed by {names.get(-code, f'signal {-code}')}")
 
-    def _send(self, message: bytes) -> Talk:
-        left = memoryview(message)
+    def _send(self, *parts: bytes) -> Talk:
+        left = [memoryview(part) for part in parts]
         while left:
             try:
-                left = left[os.write(self.fileno(), left) :]
+                sent = os.writev(self.fileno(), left)  # in one go: each write may wake the worker
             except BlockingIOError:
                 yield EVENT_WRITE
+                continue
+            while left and sent >= len(left[0]):
+                sent -= len(left.pop(0))
+            if left:
+                left[0] = left[0][sent:]
 
     def _receive(self, size: int) -> Talk:
         message = BytesIO()
