@@ -52,18 +52,18 @@ def measure_size(title: str, width: int, rounds: int) -> Table:
 def against_raw(rows: list[Row]) -> list[str]:
     """Return whether `Handler` is as near to raw DDP as it is to be, and before all peers.
 
-    A control that reaches as far as the goal could hide anything: then neither is told.
+    A control that reaches as far as the goal could hide a miss: then none is told to be reached.
     """
     noise = spread(rows)
-    sure = noise < NEAR
     ours = find(rows, OURS)
     peers = [row for row in rows if row.name not in (RAW, RAW + AGAIN, OURS)]
+    reached = True if noise < NEAR else None
     near = f"Handler within {NEAR:.0%} of raw DDP, beyond the control: {ours.ratio - 1:+.1%}"
-    goals = [goal(near, ours.ratio <= 1 + NEAR + noise if sure else None)]
+    goals = [goal(near, False if ours.ratio > 1 + NEAR + noise else reached)]
     if peers:
-        ahead = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise) or "none"
-        text = f"peers ahead of Handler beyond the control: {ahead}"
-        goals.append(goal(text, ahead == "none" if sure else None))
+        ahead = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise)
+        text = f"peers ahead of Handler beyond the control: {ahead or 'none'}"
+        goals.append(goal(text, False if ahead else reached))
     return goals
 
 

@@ -63,6 +63,7 @@ def test_a_table_shows_times_speeds_and_ratios():
         (1.001, 1.015, 1.1, "reached"),
         (1.001, 1.03, 1.02, "missed"),
         (1.03, 1.01, 1.1, "not known"),
+        (1.03, 1.2, 1.1, "missed"),
     ],
 )
 def test_noise_reaches_no_goal(control, ours, peer, verdict):
