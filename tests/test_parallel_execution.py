@@ -367,7 +367,6 @@ def test_calls_from_two_threads_take_turns(two):
         assert [call.result(60) for call in calls] == [[number] * 2 for number in range(40)]
 
 
-@on_cpu
 def test_closed_during_a_call_it_raises_and_can_be_used_again():
     with _executor(1, pass_device=False) as executor:
         executor.run(abs, 1)
@@ -379,8 +378,9 @@ def test_closed_during_a_call_it_raises_and_can_be_used_again():
         assert executor.run(abs, -2) == [2]
 
 
+@on_cpu
 def test_a_forked_process_makes_its_own(two):
-    """The threads that talk to the workers are not in it: a call would wait for ever."""
+    """It would talk to the parent's workers, in the middle of the parent's calls."""
     pids = _pids(two)
     said, says = os.pipe()
     child = os.fork()
