@@ -14,9 +14,17 @@ import torch
 from harness import Running, run
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
 
-from ddp_ref.data import ShardSampler, TrainSampler, shard_loader, train_loader
+from ddp_ref.data import Rows, ShardSampler, TrainSampler, shard_loader, train_loader
 from ddp_ref.position import set_place
 
 SIZES = st.integers(1, 40)
@@ -99,6 +107,58 @@ def test_random_numbers_depend_on_seed_epoch_and_index_alone():
     by_index = {(epoch, sample[0]): sample for epoch, _, sample in alone}
     for epoch, _, sample in epochs(3):
         assert sample == by_index[epoch, sample[0]]
+
+
+def images(kind=TensorDataset):
+    pixels = torch.arange(10 * 24.0).reshape(10, 2, 3, 4)
+    return kind(pixels.to(memory_format=torch.channels_last), torch.arange(10))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        images(),
+        Subset(images(), [4, -1, 2]),
+        Subset(Subset(images(), range(3, 9)), torch.tensor([5, 0, -2, 1])),
+        Subset(images(), np.array([7, 7, 1])),
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True}])
+def test_rows_come_at_once_as_they_come_one_by_one(data, options):
+    ours = train_loader(data, 2, rank=0, world_size=1, shuffle=False, **options)
+    assert isinstance(ours.dataset, Rows) and len(ours.dataset) == len(data)
+    theirs = list(DataLoader(data, 2, drop_last="drop_last" in options))
+    found = list(ours)
+    assert len(found) == len(theirs)
+    for batch, expected in zip(found, theirs, strict=True):
+        assert type(batch) is type(expected)
+        for part, other in zip(batch, expected, strict=True):
+            assert torch.equal(part, other) and part.stride() == other.stride()
+            part.zero_()  # a copy: the data set stays as it is
+    assert data[0][0].any()
+
+
+def test_a_collate_fn_is_given_the_items_of_a_tensor_dataset():
+    def collate(items):
+        assert type(items) is list and all(type(item) is tuple for item in items)
+        return [(pixels.sum().item(), number.item()) for pixels, number in items]
+
+    data = images()
+    loader = train_loader(data, 4, rank=1, world_size=2, shuffle=False, collate_fn=collate)
+    expected = [(pixels.sum().item(), number.item()) for pixels, number in data][1::2]
+    assert [item for batch in loader for item in batch] == expected
+
+
+def test_a_tensor_dataset_that_draws_is_seeded():
+    class Augmented(TensorDataset):
+        def __getitem__(self, index):
+            return [part + torch.rand(()) for part in super().__getitem__(index)]
+
+    for data in (images(Augmented), Subset(images(Augmented), range(10))):
+        loader = train_loader(data, 5, rank=0, world_size=1, shuffle=False)
+        first, second = ([batch[1] for batch in loader] for _ in range(2))
+        assert torch.equal(torch.cat(first), torch.cat(second))
+        assert torch.cat(first).frac().unique().numel() > 1
 
 
 def test_loading_leaves_the_global_generators_alone():

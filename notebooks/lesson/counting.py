@@ -13,22 +13,33 @@ from torch.utils.data import DataLoader, DistributedSampler
 from datautils import digits
 
 
-def count_all_reduces(work: Callable[..., object], *args: Any) -> int:
-    """Return how many all-reduces of gloo `work(*args)` took on this rank, DDP's own included."""
+def count_collectives(work: Callable[..., object], *args: Any) -> int:
+    """Return how many collectives of gloo `work(*args)` took on this rank, DDP's own included.
+
+    Broadcasts are not counted: DDP has two of them, about its buckets, whatever the steps.
+    """
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
         work(*args)
-    return sum(event.name == "gloo:all_reduce" for event in profile.events())
+    counted = ("gloo:all_reduce", "gloo:all_gather")
+    return sum(event.name in counted for event in profile.events())
 
 
-def plain_epoch(reduce_loss: bool) -> None:
-    """Train for an epoch of the digits; with `reduce_loss` each step also all-reduces its loss."""
+def plain_loop(reduce_loss: bool) -> Callable[[], None]:
+    """Return what trains for an epoch of the digits; with `reduce_loss` it all-reduces each loss.
+
+    The model is made now: DDP compares the ranks' models, and makes them equal, in collectives.
+    """
     model = DDP(torch.nn.Linear(64, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = digits("train")
-    for inputs, targets in DataLoader(data, 32, sampler=DistributedSampler(data)):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        if reduce_loss:
-            dist.all_reduce(loss.detach())
+
+    def epoch() -> None:
+        for inputs, targets in DataLoader(data, 32, sampler=DistributedSampler(data)):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            if reduce_loss:
+                dist.all_reduce(loss.detach())
+
+    return epoch

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, TensorDataset
 
 from .randomness import borrowed_generators, seed_from, seed_host
@@ -81,11 +82,11 @@ class SeededDataset(Dataset[Any]):
 
     torch's, random's and numpy's global generators are seeded for each sample and restored after
     the batch: an augmentation is the same in any process, and at any world size. It costs about
-    10 microseconds a sample, which a `TensorDataset` is spared: it draws nothing.
+    10 microseconds a sample.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed, self._draws = dataset, seed, not _draws_nothing(dataset)
+        self.dataset, self.seed = dataset, seed
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # sized: train_loader has looked
@@ -94,8 +95,6 @@ class SeededDataset(Dataset[Any]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
-        if not self._draws:
-            return [self.dataset[index] for _, index in keys]
         with borrowed_generators():
             return [self._sample(epoch, index) for epoch, index in keys]
 
@@ -104,11 +103,46 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
 
-def _draws_nothing(dataset: Dataset[Any]) -> bool:
-    """Say whether looking a sample up is known to draw no random number; a subclass's may."""
+class Rows(Dataset[Any]):
+    """Look up (epoch, index) in a `TensorDataset`, or in a Subset of one, a whole batch at once.
+
+    The batch comes collated, as default_collate does it: of each of the data set's tensors the
+    rows, (keys, ...). One by one they cost several times as much. No row draws a random number, so
+    nothing is seeded.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+        self._tensors, self._rows = _tensors_and_rows(dataset)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Tensor]:
+        rows = self._rows[torch.tensor([index for _, index in keys])]
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+
+
+def _tensors_and_rows(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the tensors that hold the items, and of each item the row, (items,)."""
+    if isinstance(dataset, Subset):
+        tensors, rows = _tensors_and_rows(dataset.dataset)
+        return tensors, rows[torch.as_tensor(dataset.indices)]
+    return dataset.tensors, torch.arange(len(dataset))
+
+
+def _has_rows(dataset: Dataset[Any]) -> bool:
+    """Say whether `Rows` can look `dataset` up; a subclass may do so in its own way."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return type(dataset) is TensorDataset
+    return type(dataset) is TensorDataset and all(
+        type(tensor) is Tensor and tensor.layout is torch.strided for tensor in dataset.tensors
+    )
+
+
+def _collate_rows(collate_fn: Callable[[list[Any]], Any] | None, batch: list[Tensor]) -> Any:
+    """Return the batch as `Rows` has collated it, or as `collate_fn` does it of its items."""
+    return batch if collate_fn is None else collate_fn(list(zip(*batch, strict=True)))
 
 
 class BaseSeeds(torch.Generator):
@@ -136,10 +170,11 @@ def train_loader(
 ) -> DataLoader[Any]:
     """Return the loader of this rank's training batches, of `batch_size` samples each.
 
-    Its `sampler` is a TrainSampler, its samples are drawn through SeededDataset; `shuffle` None is
-    True. A `sampler` or `batch_sampler` of the caller is used as it is where it says whose samples
-    it gives, by the attributes `rank` and `num_replicas` of a DistributedSampler, or where there is
-    but one rank; so is an IterableDataset on one rank. Raises ValueError otherwise.
+    Its `sampler` is a TrainSampler, its samples are drawn through SeededDataset, or through Rows
+    where that can be; `shuffle` None is True. A `sampler` or `batch_sampler` of the caller is used
+    as it is where it says whose samples it gives, by the attributes `rank` and `num_replicas` of a
+    DistributedSampler, or where there is but one rank; so is an IterableDataset on one rank.
+    Raises ValueError otherwise.
     `loader` takes what DataLoader takes.
     """
     own = next((n for n in ("sampler", "batch_sampler") if loader.get(n) is not None), None)
@@ -157,10 +192,14 @@ def train_loader(
             seed=seed,
         )
         loader["sampler"], shuffle = sampler, None
-        dataset = SeededDataset(dataset, seed)
+        if _has_rows(dataset):
+            dataset = Rows(dataset)
+            loader["collate_fn"] = partial(_collate_rows, loader.get("collate_fn"))
+        else:
+            dataset = SeededDataset(dataset, seed)
     if loader.get("batch_sampler") is None:
         loader["batch_size"] = batch_size
-    if not isinstance(dataset, SeededDataset) and "generator" not in loader:
+    if not isinstance(dataset, Rows | SeededDataset) and "generator" not in loader:
         loader["generator"] = BaseSeeds()
         loader["generator"].root = seed
     return _loader(dataset, shuffle=shuffle, **loader)

@@ -1,18 +1,18 @@
-"""The all-reduces of several training loops, beside each other."""
+"""The collectives of several training loops, beside each other."""
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 
-def draw_all_reduces(counts: dict[str, int], steps: int) -> Figure:
-    """Draw how many all-reduces each loop took; `steps` of them are DDP's, for the gradients."""
+def draw_collectives(counts: dict[str, int], steps: int) -> Figure:
+    """Draw how many collectives each loop took; `steps` of them are DDP's, for the gradients."""
     figure, panel = plt.subplots(figsize=(7, 2.2), layout="constrained")
     names = list(counts)
     rest = [count - steps for count in counts.values()]
     panel.barh(names, steps, color="tab:blue", label="gradients, by DDP")
     bars = panel.barh(names, rest, left=steps, color="tab:orange", hatch="//", label="all else")
     panel.bar_label(bars, [str(count) for count in counts.values()], padding=4)
-    panel.set(xlabel=f"all-reduces in {steps} steps", xlim=(0, 1.15 * max(counts.values())))
+    panel.set(xlabel=f"collectives in {steps} steps", xlim=(0, 1.15 * max(counts.values())))
     panel.invert_yaxis()
     panel.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
