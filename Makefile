@@ -87,7 +87,7 @@ test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and 
 drill: $(READY)  ## break a job ROUNDS times, drawn from SEED, and see it end right; srun after slurm-up
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)
 
-bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benchmarks.md: half an hour, idle
+bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benchmarks.md: an hour, idle
 	$(BIN)/python benchmarks/bench.py --markdown docs/benchmarks.md $(ARGS)
 
 $(PEERS): $(READY)
