@@ -18,7 +18,8 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from tables import around_marks, machine, markdown, write_section
+from page import around_marks, machine
+from tables import PACKAGES, markdown, marks, write_section
 
 NAMES = (
     "steps",
@@ -37,7 +38,7 @@ BUSY = 0.3  # other programs' share of a core from which a warning is due
 
 def main() -> None:
     args = parse()
-    print(f"on {machine()}")
+    print(f"on {machine(PACKAGES)}")
     if (load := os.getloadavg()[0]) > BUSY:
         print(f"warning: the load is {load:.1f}: ratios are for an otherwise idle machine")
     for name in args.names:
@@ -65,7 +66,7 @@ def parse() -> argparse.Namespace:
     args.names = args.names or NAMES
     try:  # now, and not when all has been measured
         for name in args.names if args.markdown else ():
-            around_marks(args.markdown, name)
+            around_marks(args.markdown, *marks(name))
     except (OSError, ValueError) as error:
         parser.error(f"--markdown: {error}")
     return args

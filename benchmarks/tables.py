@@ -1,20 +1,17 @@
 """What a benchmark tells: tables, goals and a figure, on the terminal and in a page."""
 
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
+from page import machine, put_between
 from side_by_side import AGAIN, Row, control, spread
 
 if TYPE_CHECKING:  # it is loaded to draw: mp.spawn's processes, which are timed, load this module
     from matplotlib.axes import Axes
 
-PEERS = ("torch", "accelerate", "lightning", "pytorch-ignite")
-MARKS = "<!-- begin of what bench.py has written: {} -->", "<!-- end: {} -->"
+PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are told
 VERDICTS = {True: "reached", False: "missed", None: "not known: too much noise"}
 UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 WIDE = 4.0  # times the base: from there on the figure's axis is logarithmic
@@ -117,45 +114,10 @@ def write_section(page: Path, name: str, about: str, tables: Sequence[Table], ro
     figure = Path("figures") / f"benchmark-{name}.svg"
     draw(tables, page.parent / figure)
     image = f"![{in_words(tables)}]({figure.as_posix()})"
-    parts = [about, *map(markdown, tables), image, f"{rounds} rounds on {machine()}."]
-    head, tail = around_marks(page, name)
-    page.write_text("\n\n".join([head, *parts, tail]), encoding="utf-8")
+    parts = [about, *map(markdown, tables), image, f"{rounds} rounds on {machine(PACKAGES)}."]
+    put_between(page, *marks(name), "\n\n".join(parts))
 
 
-def around_marks(page: Path, name: str) -> tuple[str, str]:
-    """Return the text of `page` up to what benchmark `name` writes, and from there on."""
-    begin, end = (mark.format(name) for mark in MARKS)
-    text = page.read_text(encoding="utf-8")
-    if begin not in text or end not in text:
-        raise ValueError(f"{page} lacks the lines {begin} and {end}")
-    return text.partition(begin)[0] + begin, end + text.partition(end)[2]
-
-
-def machine() -> str:
-    """Return what it was measured on."""
-    from ddp_ref.environment import available_cores
-
-    memory = psutil.virtual_memory().total / 2**30
-    system = f"{platform.system()} {platform.machine()}, {processor()}"
-    cores = f"{available_cores()} cores, {memory:.0f} GiB"
-    return f"{system}, {cores}, Python {platform.python_version()}, {', '.join(versions())}"
-
-
-def processor() -> str:
-    """Return the name of the processor, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except FileNotFoundError:
-        return platform.processor() or "an unknown processor"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "an unknown processor"
-
-
-def versions() -> list[str]:
-    found = []
-    for name in PEERS:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return found
+def marks(name: str) -> tuple[str, str]:
+    """Return the lines of a page between which benchmark `name` writes."""
+    return f"<!-- begin of what bench.py has written: {name} -->", f"<!-- end: {name} -->"

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from faults import why_no_small_disk
 from launchers import SCRIPT, why_no_slurm
+from page import around_marks
 from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw
-from report import around_marks, summary, table, tail, write_markdown
+from report import MARKS, summary, table, tail, write_markdown
 from rounds import WRONG, Job, Played
 
 
@@ -74,7 +75,7 @@ def parse() -> argparse.Namespace:
         parser.error("--rounds and --jobs must be at least 1")
     try:  # now, and not when all rounds have been played
         if args.markdown:
-            around_marks(args.markdown)
+            around_marks(args.markdown, *MARKS)
     except (OSError, ValueError) as error:
         parser.error(f"--markdown: {error}")
     return args

@@ -1,16 +1,14 @@
 """What the drill tells: the table of fault x rank x launcher x outcome, and how to repeat."""
 
-import os
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+from page import machine, put_between
 from plan import FAULTS
 from rounds import Played
 
-BEGIN, END = "<!-- begin of what the drill has written -->", "<!-- end -->"
+MARKS = "<!-- begin of what the drill has written -->", "<!-- end -->"
 TAIL = 40  # lines of what a failed round has written
 
 
@@ -53,26 +51,10 @@ def tail(played: Played) -> str:
     return "\n".join(f"    {line}" for line in [reason, *text[-TAIL:]])
 
 
-def around_marks(path: Path) -> tuple[str, str]:
-    """Return the text before and after the part of `path` that the drill writes."""
-    head, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} lacks the line {END if begin else BEGIN}")
-    return head, tail
-
-
 def write_markdown(path: Path, rounds: Sequence[Played], command: str) -> None:
     """Put the table between the marks in `path`, and what it was made with."""
-    head, tail = around_marks(path)
     drawn = {played.plan.fault for played in rounds}
     missed = ", ".join(fault for fault in FAULTS if fault not in drawn)
     found = f"{summary(rounds)}." + (f" Not drawn: {missed}." if missed else "")
-    text = f"`{command}`\non {machine()}\n\n{found}\n\n{table(rounds)}"
-    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}", encoding="utf-8")
-
-
-def machine() -> str:
-    """Return what the rounds ran on."""
-    system = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
-    return f"{system}, Python {platform.python_version()}, torch {torch.__version__}"
+    about = f"`{command}`\non {machine(['torch'])}"
+    put_between(path, *MARKS, f"{about}\n\n{found}\n\n{table(rounds)}")

@@ -7,9 +7,10 @@ import bench
 import numpy as np
 import pytest
 from harness import ROOT, run
+from page import around_marks
 from side_by_side import AGAIN, compare, side_by_side, spread
 from steps import OURS, RAW, against_raw, times_on_rank
-from tables import MARKS, Table, around_marks, markdown, number
+from tables import Table, markdown, marks, number
 from turns import steps_of, take_turns
 
 from ddp_ref import run_ranks
@@ -119,10 +120,10 @@ def test_a_world_of_one_takes_as_many_steps():
 
 def test_the_page_has_a_place_for_each_benchmark():
     page = ROOT / "docs" / "benchmarks.md"
-    begins = re.escape(MARKS[0]).replace(r"\{\}", r"(\w+)")
+    begins = re.escape(marks("NAME")[0]).replace("NAME", r"(\w+)")
     assert tuple(re.findall(begins, page.read_text())) == bench.NAMES
     for name in bench.NAMES:
-        around_marks(page, name)
+        around_marks(page, *marks(name))
 
 
 def test_a_benchmark_is_measured_and_written(tmp_path):

@@ -1,0 +1,53 @@
+"""A page of which a program writes a part, between two marks; and what it was measured on."""
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+
+def put_between(page: Path, begin: str, end: str, text: str) -> None:
+    """Put `text` between the lines `begin` and `end` of `page`, in place of what is there."""
+    head, tail = around_marks(page, begin, end)
+    page.write_text(f"{head}\n\n{text.strip()}\n\n{tail}", encoding="utf-8")
+
+
+def around_marks(page: Path, begin: str, end: str) -> tuple[str, str]:
+    """Return the text of `page` up to the line `begin`, and from the line `end` on."""
+    head, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found_end, tail = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"{page} lacks the lines {begin} and {end}")
+    return head + begin, end + tail
+
+
+def machine(packages: Sequence[str]) -> str:
+    """Return what it was measured on, with the versions of those `packages` that are there."""
+    from ddp_ref.environment import available_cores  # mp.spawn's processes load this module
+
+    memory = psutil.virtual_memory().total / 2**30
+    system = f"{platform.system()} {platform.machine()}, {processor()}"
+    cores = f"{available_cores()} cores, {memory:.0f} GiB"
+    return f"{system}, {cores}, Python {platform.python_version()}, {', '.join(versions(packages))}"
+
+
+def processor() -> str:
+    """Return the name of the processor, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except FileNotFoundError:
+        return platform.processor() or "an unknown processor"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "an unknown processor"
+
+
+def versions(packages: Sequence[str]) -> list[str]:
+    found = []
+    for name in packages:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return found
