@@ -121,6 +121,8 @@ def images(kind=TensorDataset):
         Subset(images(), [4, -1, 2]),
         Subset(Subset(images(), range(3, 9)), torch.tensor([5, 0, -2, 1])),
         Subset(images(), np.array([7, 7, 1])),
+        Subset(images(), np.array([3, 0, 1], np.uint8)),
+        TensorDataset(torch.arange(5).to(torch.uint16), torch.eye(5).to(torch.float8_e4m3fn)),
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True}])
@@ -133,9 +135,28 @@ def test_rows_come_at_once_as_they_come_one_by_one(data, options):
     for batch, expected in zip(found, theirs, strict=True):
         assert type(batch) is type(expected)
         for part, other in zip(batch, expected, strict=True):
-            assert torch.equal(part, other) and part.stride() == other.stride()
-            part.zero_()  # a copy: the data set stays as it is
-    assert data[0][0].any()
+            assert part.dtype == other.dtype and part.stride() == other.stride()
+            assert torch.equal(part.double(), other.double())
+            part.copy_(torch.zeros_like(part))  # the data set stays as it is
+    assert data[2][0].double().any()
+
+
+def test_rows_are_those_that_the_data_set_has_now():
+    data = images()
+    half = Subset(data, range(5))
+    loader = train_loader(half, 5, rank=0, world_size=1, shuffle=False)
+    data.tensors, half.indices = (data.tensors[0], -data.tensors[1]), range(5, 10)
+    assert [numbers.tolist() for _, numbers in loader] == [[-5, -6, -7, -8, -9]]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_another_kind_come_one_by_one():
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    named = torch.nn.Parameter(torch.ones(2))
+    for tensor in (nested, named, torch.eye(2).to_sparse()):
+        loader = train_loader(TensorDataset(tensor), 1, rank=0, world_size=1, collate_fn=list)
+        assert not isinstance(loader.dataset, Rows)
+        assert len(list(loader)) == 2
 
 
 def test_a_collate_fn_is_given_the_items_of_a_tensor_dataset():

@@ -19,7 +19,7 @@ from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler, initialize_ddp, run_ranks
 from ddp_ref.batches import move
-from ddp_ref.exchange import caught_signals
+from ddp_ref.exchange import Sums, caught_signals
 
 SCRIPT = "handler_checks.py"
 LIMIT = timedelta(minutes=2)
@@ -35,6 +35,22 @@ def test_on_ranks(name, world, shared_folder):
 def test_in_one_process(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     getattr(handler_checks, name)()
+
+
+def test_ranks_add_up_in_their_order_and_find_the_same_bits():
+    """Not so at 5 ranks and above, where a kernel adds up: its order is the machine's."""
+    draws = torch.rand(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def means():
+        rank, found = initialize_ddp().rank, []
+        for draw in draws:
+            sums = Sums(["loss"], torch.device("cpu"))
+            sums.add(1, draw[rank : rank + 1])
+            found.append(sums.total(distributed=True).means["loss"])
+        return found
+
+    expected = [sum(draw) / len(draw) for draw in draws.tolist()]
+    assert run_ranks(means, nproc=6, timeout=LIMIT) == [expected] * 6
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):

@@ -113,31 +113,30 @@ class Rows(Dataset[Any]):
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
-        self._tensors, self._rows = _tensors_and_rows(dataset)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Tensor]:
-        rows = self._rows[torch.tensor([index for _, index in keys])]
-        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
-
-
-def _tensors_and_rows(dataset: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the tensors that hold the items, and of each item the row, (items,)."""
-    if isinstance(dataset, Subset):
-        tensors, rows = _tensors_and_rows(dataset.dataset)
-        return tensors, rows[torch.as_tensor(dataset.indices)]
-    return dataset.tensors, torch.arange(len(dataset))
+        dataset: Any = self.dataset
+        rows = [index for _, index in keys]
+        while isinstance(dataset, Subset):
+            rows = [int(dataset.indices[row]) for row in rows]
+            dataset = dataset.dataset
+        # An index may keep the layout of a permuted tensor, which rows that are stacked lose.
+        return [tensor[rows].contiguous() for tensor in dataset.tensors]
 
 
 def _has_rows(dataset: Dataset[Any]) -> bool:
     """Say whether `Rows` can look `dataset` up; a subclass may do so in its own way."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return type(dataset) is TensorDataset and all(
-        type(tensor) is Tensor and tensor.layout is torch.strided for tensor in dataset.tensors
-    )
+    return type(dataset) is TensorDataset and all(map(_is_plain, dataset.tensors))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return type(tensor) is Tensor and dense
 
 
 def _collate_rows(collate_fn: Callable[[list[Any]], Any] | None, batch: list[Tensor]) -> Any:

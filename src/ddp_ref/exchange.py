@@ -55,9 +55,9 @@ class Sums:
         told = [float(self.samples), *flags]
         device = self.vector.device
         packed = torch.cat([torch.tensor(told, dtype=torch.float64, device=device), self.vector])
-        if distributed:
-            packed = _sum_over_ranks(packed)
-        numbers = packed.tolist()
+        ranks = _of_all_ranks(packed) if distributed else [packed]
+        # Added up as Python's numbers: in the order of the ranks, so that all find the same bits.
+        numbers = [sum(column) for column in zip(*torch.stack(ranks).tolist(), strict=True)]
         (samples, *said), sums = numbers[: len(told)], numbers[len(told) :]
         means = {
             name: value / samples if samples else math.nan
@@ -67,15 +67,15 @@ class Sums:
         return Total(means, not math.isfinite(sums[0]), *(flag > 0 for flag in said))
 
 
-def _sum_over_ranks(vector: Tensor) -> Tensor:
-    """Return the sum of the ranks' vectors, (numbers,), in the order of the ranks.
+def _of_all_ranks(vector: Tensor) -> list[Tensor]:
+    """Return the ranks' vectors, in the order of the ranks (collective).
 
-    For a few numbers a ring's latency is all that counts, and an all-gather goes round it once,
-    an all-reduce twice: each rank adds up by itself.
+    Of a few numbers gloo's ring takes most of its time to go round: an all-gather does it once, an
+    all-reduce twice.
     """
-    parts = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, vector)
-    return torch.stack(parts).sum(0)  # of (ranks, numbers)
+    vectors = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
+    dist.all_gather(vectors, vector)
+    return vectors
 
 
 def _number(name: str, value: Any, device: torch.device) -> Tensor:
