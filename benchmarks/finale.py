@@ -1,8 +1,8 @@
 """The characters that the finale trains on in a second, with `Handler` and with a loop by hand.
 
 The model, text and optimizer of scripts/char_gpt.py, on two ranks of one thread on the CPU. The
-loop by hand clips and schedules as the script does. Both end with the same weights, bit for bit, or
-the benchmark fails.
+loop by hand clips and schedules as the script does, and looks up a batch at once as `Handler` does.
+Both end with the same weights, bit for bit, or the benchmark fails.
 """
 
 import runpy
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 from side_by_side import AGAIN, Row, compare
-from steps import OURS, RAW, check_equal, make_loader
+from steps import OURS, RAW, check_equal, loader_at_once
 from tables import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -67,7 +67,7 @@ def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset, ti
     schedule = make_schedule(char_gpt, optimizer)
     cuda = device.type == "cuda"
     precision = torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext()
-    for inputs, targets in make_loader(data, BATCH[device.type]):
+    for inputs, targets in loader_at_once(data, BATCH[device.type]):
         optimizer.zero_grad()
         with precision:
             outputs = replica(inputs.to(device, non_blocking=True))  # as Handler does

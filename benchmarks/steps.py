@@ -91,9 +91,9 @@ def make_loader(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
     return DataLoader(data, batch, sampler=DistributedSampler(data))
 
 
-def loader_at_once(data: TensorDataset) -> DataLoader[Any]:
+def loader_at_once(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
     """Return a loader of the same batches, which are looked up as one, as `Handler` does."""
-    rows = BatchSampler(DistributedSampler(data), BATCH, drop_last=False)
+    rows = BatchSampler(DistributedSampler(data), batch, drop_last=False)
     return DataLoader(data, batch_size=None, sampler=rows)
 
 

@@ -11,7 +11,7 @@ from tables import Table
 
 from ddp_ref import initialize_ddp, on_rank, run_ranks
 
-ROUNDS, RANKS, CALLS = 30, 2, 100
+ROUNDS, RANKS, CALLS = 600, 2, 20
 BASE = "if rank == 0, barrier"
 
 
