@@ -297,6 +297,22 @@ def test_bfloat16_and_a_scheduler_an_epoch():
     assert handler._optimization.scheduler.last_epoch == 3
 
 
+def test_full_precision_is_kept_under_an_autocast_of_the_callers():
+    handler, dtypes = job(), set()
+    handler.model.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        handler.train(1)
+    assert dtypes == {torch.float32}
+
+
+def test_a_metric_may_return_the_same_tensor_again():
+    calls = torch.zeros((), dtype=torch.float64)
+    metrics = {"calls": lambda outputs, targets: calls.add_(1)}
+    handler = job(8, 2, accumulate=2, metrics=metrics)
+    handler.train(1)
+    assert handler.train_metrics["calls"] == [2.5]  # the mean of 1, 2, 3 and 4
+
+
 def test_a_position_counts_what_was_drawn_not_what_came_of_it(tmp_path):
     """Of a batch of 4 sentences come 24 tokens; the second half of the epoch is not lost."""
     seen = []

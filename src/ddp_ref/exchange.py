@@ -30,31 +30,35 @@ class Sums:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self.names, self.samples = list(names), 0
-        self.vector = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self.device = device
+        self.sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in names]
 
-    def means(self, values: Mapping[str, Value]) -> Tensor:
-        """Return the means over a batch as `add` takes them; a copy, (names,)."""
-        return torch.stack([_number(name, values[name], self.vector.device) for name in self.names])
+    def means(self, values: Mapping[str, Value]) -> list[Tensor]:
+        """Return the means over a batch as `add` takes them: copies."""
+        return [_number(name, values[name], self.device) for name in self.names]
 
-    def add(self, samples: int, means: Tensor) -> None:
+    def add(self, samples: int, means: Sequence[Tensor]) -> None:
         """Add a batch of `samples`, of which these are the means."""
         self.samples += samples
-        self.vector.add_(means, alpha=samples)
+        for total, mean in zip(self.sums, means, strict=True):
+            total.add_(mean, alpha=samples)
 
     def state(self) -> Tensor:
         """Return all that was added, for a checkpoint."""
-        return torch.cat([torch.tensor([self.samples], dtype=torch.float64), self.vector.cpu()])
+        samples = torch.tensor([self.samples], dtype=torch.float64)
+        return torch.cat([samples, torch.stack(self.sums).cpu()])
 
     def add_state(self, state: Tensor) -> None:
         """Add what `state` has returned."""
         self.samples += int(state[0])
-        self.vector += state[1:].to(self.vector.device)
+        for total, value in zip(self.sums, state[1:], strict=True):
+            total += value.to(self.device)
 
     def total(self, distributed: bool, flags: Sequence[float] = ()) -> "Total":
         """Return the sums and `flags` of all ranks, with one all-gather (collective)."""
         told = [float(self.samples), *flags]
-        device = self.vector.device
-        packed = torch.cat([torch.tensor(told, dtype=torch.float64, device=device), self.vector])
+        heads = torch.tensor(told, dtype=torch.float64, device=self.device)
+        packed = torch.cat([heads, torch.stack(self.sums)])
         ranks = _of_all_ranks(packed) if distributed else [packed]
         # Added up as Python's numbers: in the order of the ranks, so that all find the same bits.
         numbers = [sum(column) for column in zip(*torch.stack(ranks).tolist(), strict=True)]
@@ -80,8 +84,10 @@ def _of_all_ranks(vector: Tensor) -> list[Tensor]:
 
 def _number(name: str, value: Any, device: torch.device) -> Tensor:
     try:
-        plain = value.detach() if isinstance(value, Tensor) else value
-        return torch.as_tensor(plain, dtype=torch.float64, device=device).reshape(())
+        if not isinstance(value, Tensor):
+            return torch.tensor(float(value), dtype=torch.float64, device=device)
+        number = value.detach().to(device, torch.float64, copy=True)
+        return number.reshape(()) if number.dim() else number
     except (TypeError, RuntimeError, ValueError) as error:
         what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name} must be one number, a mean over samples, not {what}") from error

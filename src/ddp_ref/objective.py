@@ -37,9 +37,13 @@ class Objective:
         with self.autocast():
             outputs = model(inputs)
             loss = self.loss_fn(outputs, targets)
-            with torch.no_grad():
-                values = {name: metric(outputs, targets) for name, metric in self.metrics.items()}
-        return loss, {"loss": loss} | values
+            return loss, {"loss": loss} | self._metrics(outputs, targets)
+
+    def _metrics(self, outputs: Any, targets: Any) -> dict[str, Value]:
+        if not self.metrics:
+            return {}
+        with torch.no_grad():
+            return {name: metric(outputs, targets) for name, metric in self.metrics.items()}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of `batch` alone."""

@@ -1,6 +1,6 @@
 """One optimizer step: precision, clipping, gradients that are not finite, the schedule."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,9 +41,11 @@ class Optimization:
         self.skipped = 0  # steps
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which a forward pass has this precision."""
-        enabled = self.precision != "fp32"
-        return torch.autocast(self.device.type, PRECISIONS[self.precision], enabled=enabled)
+        """Return the context in which a forward pass has this precision, whatever is around it."""
+        kind, enabled = self.device.type, self.precision != "fp32"
+        if not enabled and not torch.is_autocast_enabled(kind):
+            return nullcontext()  # it costs a small step less than to switch off what is off
+        return torch.autocast(kind, PRECISIONS[self.precision], enabled=enabled)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`."""
