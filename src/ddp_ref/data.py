@@ -123,8 +123,9 @@ class Rows(Dataset[Any]):
         while isinstance(dataset, Subset):
             rows = [int(dataset.indices[row]) for row in rows]
             dataset = dataset.dataset
+        index = torch.tensor(rows)
         # An index may keep the layout of a permuted tensor, which rows that are stacked lose.
-        return [tensor[rows].contiguous() for tensor in dataset.tensors]
+        return [tensor[index].contiguous() for tensor in dataset.tensors]
 
 
 def _has_rows(dataset: Dataset[Any]) -> bool:
