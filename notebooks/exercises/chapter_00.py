@@ -31,6 +31,7 @@ def _run_mean(mean_over_ranks: Callable[[Tensor], Tensor]) -> Mean:
             return None
         its_keys = dist.PrefixStore(str(size), store)
         dist.init_process_group("gloo", store=its_keys, rank=rank, world_size=size)
+        dist.barrier()  # all are connected, whatever the reader's function does
         result = mean_over_ranks(tensor)
         dist.destroy_process_group()
         return result if isinstance(result, Tensor) else None

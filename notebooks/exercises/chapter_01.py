@@ -18,6 +18,7 @@ OWN = torch.tensor([[1.0, -2.0, 3.0], [9.0, 2.0, -1.0]])  # (rank, 3): means ove
 def _run_gradient(batch_gradient: Callable[[Tensor, int], Tensor]) -> list[Any]:
     """Return what the function makes of this rank's gradient and count, in two batches."""
     dist.init_process_group("gloo")
+    dist.barrier()  # all are connected, whatever the reader's function does
     rank = dist.get_rank()
     results = [batch_gradient(OWN[rank].clone(), counts[rank]) for counts in (COUNTS, FEWER)]
     dist.destroy_process_group()

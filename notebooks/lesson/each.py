@@ -14,6 +14,7 @@ def for_each(function: Callable[[Any], Any], *values: Any) -> list[Any]:
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    dist.barrier()  # all are connected, whatever the function does
     results = []
     for value in values:
         torch.manual_seed(0)
