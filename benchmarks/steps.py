@@ -31,7 +31,7 @@ from turns import Tick, Ticks, steps_of, take_turns
 
 from ddp_ref import Handler, initialize_ddp, run_ranks
 
-ROUNDS, RANKS, LAUNCHES = 2400, 2, 12
+ROUNDS, RANKS, LAUNCHES = 3600, 2, 12
 BATCH, FEATURES, CLASSES = 32, 16, 10
 WIDTHS = {"a small step (five layers, 64 wide)": 64, "a larger step (five layers, 256 wide)": 256}
 RAW, AT_ONCE, OURS = "raw DDP", "raw DDP, batches looked up at once", "Handler"

@@ -1,4 +1,4 @@
-"""docs/slurm.md: its commands print what it shows, and its excerpts are of the templates."""
+"""docs/slurm.md: its commands print what it shows, what it includes is in every template."""
 
 import re
 
@@ -25,11 +25,14 @@ def makefile():
     return (ROOT / "Makefile").read_text()
 
 
-def test_the_excerpts_are_of_all_templates():
+def test_the_lines_included_stand_in_every_template():
     templates = [path.read_text() for path in (SCRIPTS / "slurm").glob("*_job.sh")]
-    assert len(templates) == 3
-    for excerpt in fences("bash"):
-        assert all(excerpt in template for template in templates), excerpt
+    included = re.findall(r"^:start-at: (.+)\n:end-at: (.+)$", PAGE, re.MULTILINE)
+    assert (len(templates), len(included)) == (3, 3)
+    for first, last in included:
+        part = rf"^ *{re.escape(first)}.*?^ *{re.escape(last)}.*?$"
+        found = [re.findall(part, text, re.DOTALL | re.MULTILINE) for text in templates]
+        assert len(found[0]) == 1 and found[0] == found[1] == found[2], first
 
 
 @pytest.mark.slurm
