@@ -133,7 +133,7 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     assert ended.code == 0, ended.stderr
     (row,) = [line for line in ended.stdout.splitlines() if line.startswith("| on_rank(0) |")]
     text = page.read_text()
-    assert row in text and "old" not in text and "\n\n2 rounds on " in text
+    assert row in text and "old" not in text and "\n\n`--rounds=2` on " in text
     assert text.startswith("before\n") and text.endswith("\nafter")
     assert "on_rank(0) " in text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
     assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
