@@ -13,7 +13,7 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 nb_execution_mode = "off"  # the committed outputs, which `make test-notebooks` compares
 myst_heading_anchors = 3
 nitpicky = True
-# Types of torch and of Python, of whom no page is fetched, and our type variables.
+# Types of torch and of Python, whose pages are not fetched, and our type variables.
 nitpick_ignore_regex = [("py:.*", r"(?!ddp_ref\.).*|ddp_ref\.\w+\.[A-Z]")]
 
 autodoc_member_order = "bysource"

@@ -1,4 +1,4 @@
-"""What a round does: drawn from the seed and the number of the round, and from nothing else."""
+"""What a round does: drawn from the seed, the round's number, and what is possible here."""
 
 import random
 from collections.abc import Set
