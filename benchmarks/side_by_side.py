@@ -67,19 +67,24 @@ def side_by_side(
     return times
 
 
-def compare(times: Mapping[str, list[float]], base: str) -> list[Row]:
-    """Return a row for each way, against `base`."""
-    return [_row(name, np.array(own), np.array(times[base])) for name, own in times.items()]
+def compare(times: Mapping[str, list[float]], base: str, block: int = 1) -> list[Row]:
+    """Return a row for each way, against `base`.
+
+    So many rounds in a row are of one `block`: they share their luck, such as a place in memory.
+    """
+    bases = np.array(times[base])
+    return [
+        Row(name, float(np.median(own)), *middle(np.array(own) / bases, block))
+        for name, own in times.items()
+    ]
 
 
-def _row(name: str, own: np.ndarray, base: np.ndarray) -> Row:
-    return Row(name, float(np.median(own)), *middle(own / base))
-
-
-def middle(values: np.ndarray) -> tuple[float, float, float]:
-    """Return the median of the rounds' `values`, and its 95 % interval (a bootstrap)."""
-    drawn = np.random.default_rng(0).choice(values, (RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+def middle(values: np.ndarray, block: int = 1) -> tuple[float, float, float]:
+    """Return the median of the rounds' `values`, and its 95 % interval (a bootstrap of blocks)."""
+    drawn = np.random.default_rng(0)
+    blocks = values.reshape(-1, block)
+    medians = [np.median(drawn.choice(blocks, len(blocks))) for _ in range(RESAMPLES)]
+    low, high = np.percentile(medians, [2.5, 97.5])
     return float(np.median(values)), float(low), float(high)
 
 

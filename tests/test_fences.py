@@ -165,10 +165,7 @@ def test_a_page_for_each_task():
 
 
 def test_scripts_are_shown_by_inclusion():
-    """One page includes them all; no fence of any page has more than a line or two of one.
-
-    Those of a job template in slurm.md are compared by test_slurm_page.py.
-    """
+    """One page includes them all; no fence of any page has more than a line or two of one."""
     kinds = ("*.py", "configs/*.yaml", "slurm/*_job.sh")
     scripts = [ROOT / "datautils.py", *(path for kind in kinds for path in SCRIPTS.glob(kind))]
     page = (ROOT / "docs" / "scripts.md").read_text()
@@ -178,5 +175,4 @@ def test_scripts_are_shown_by_inclusion():
     for path in pages():
         for fence in FENCE.finditer(path.read_text()):
             found = {line.strip() for line in fence[0].splitlines()} & lines
-            if path.name != "slurm.md":
-                assert sum(len(line) > 30 for line in found) <= 2, (path.name, found)
+            assert sum(len(line) > 30 for line in found) <= 2, (path.name, found)

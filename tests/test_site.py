@@ -110,16 +110,23 @@ def test_every_page_loads_whole(site, browser, screen, scheme):
     assert found == []
 
 
+def test_the_front_page_leads_to_the_readme(site, browser):
+    page = browser.new_page()
+    page.goto(f"{site[1]}/index.html")
+    page.wait_for_url("**/README.html")
+    assert page.locator("h1").count() == 1
+
+
 def failure(request):
     """Return what failed; a request that the next page has cut off did not."""
     return [] if "ERR_ABORTED" in request.failure else [f"{request.failure}: {request.url}"]
 
 
-LOOK = """() => {
+LOOK = """async () => {
   const root = document.documentElement, found = [];
   for (const image of document.images) {
     image.loading = "eager";
-    if (image.complete && image.naturalWidth === 0) found.push("missing image: " + image.src);
+    await image.decode().catch(() => found.push("missing image: " + image.src.slice(0, 80)));
     if (!image.alt) found.push("image without a text: " + image.src.slice(0, 80));
   }
   if (root.scrollWidth > root.clientWidth)

@@ -27,7 +27,8 @@ def makefile():
 
 def test_the_lines_included_stand_in_every_template():
     templates = [path.read_text() for path in (SCRIPTS / "slurm").glob("*_job.sh")]
-    included = re.findall(r"^:start-at: (.+)\n:end-at: (.+)$", PAGE, re.MULTILINE)
+    # In quotes, as a # without begins a comment.
+    included = re.findall(r"^:start-at: '(.+)'\n:end-at: '(.+)'$", PAGE, re.MULTILINE)
     assert (len(templates), len(included)) == (3, 3)
     for first, last in included:
         part = rf"^ *{re.escape(first)}.*?^ *{re.escape(last)}.*?$"
