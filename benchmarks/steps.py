@@ -54,11 +54,10 @@ def measure_size(title: str, width: int, rounds: int) -> Table:
     launches = min(LAUNCHES, rounds)
     part = -(-rounds // launches)
     for seed in range(MOST * launches):
-        if seed >= launches and spread(compare(times, RAW, part)) < NEAR:
-            break
         for name, found in run_ranks(times_on_rank, width, part, seed=seed, nproc=RANKS)[0].items():
             times[name] += found
-    rows = compare(times, RAW, part)
+        if seed + 1 >= launches and spread(rows := compare(times, RAW, part)) < NEAR:
+            break
     taken = f"Of {len(times[RAW]):,} rounds, {part:,} in each launch of the two processes."
     gained = find(rows, OURS).ratio / find(rows, AT_ONCE).ratio - 1
     equal = f"Handler against {AT_ONCE}, as its own are: {gained:+.0%}"

@@ -9,10 +9,6 @@ from slurm_cluster import project_folder
 PAGE = (ROOT / "docs" / "slurm.md").read_text()
 
 
-def fences(language):
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-
-
 def test_links_and_make_targets_exist():
     linked = re.findall(r"\]\(([^)#]+)\)", PAGE)
     assert len(linked) >= 5
@@ -42,7 +38,8 @@ def test_the_commands_print_what_the_page_shows(cluster, tmp_path):
     folder = project_folder(tmp_path / "project")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (folder / name).symlink_to(ROOT / name)
-    page = "\n".join(fences("console")).replace("local-cluster-ddp/", f"{cluster.state.name}/")
+    fences = re.findall(r"```console\n(.*?)```", PAGE, re.DOTALL)
+    page = "\n".join(fences).replace("local-cluster-ddp/", f"{cluster.state.name}/")
     steps = [part.split("\n") for part in re.split(r"^\$ ", page, flags=re.MULTILINE)[1:]]
     lines = ["exec 2>&1"]
     for number, (command, *_) in enumerate(steps):
