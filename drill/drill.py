@@ -1,6 +1,6 @@
 """Break the reference job in random ways, and see that each time it ends right.
 
-python drill/drill.py --rounds 20 --seed 7 [--launchers spawn torchrun srun] [--only 12]
+.venv/bin/python drill/drill.py --rounds 20 --seed 7 [--launchers spawn torchrun srun] [--only 12]
 
 A round starts scripts/train_reference.py on two ranks, strikes at a moment, and waits for the end:
 no hang, no process left, no checkpoint lost, and an error that names its cause, unless it could go
@@ -15,13 +15,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 from faults import why_no_small_disk
 from launchers import SCRIPT, why_no_slurm
 from page import around_marks
-from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw
+from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw, drawn
 from report import MARKS, summary, table, tail, write_markdown
 from rounds import WRONG, Job, Played
 
@@ -33,13 +33,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays mounted
     with tempfile.TemporaryDirectory(prefix="drill-") as name:
         folder = Path(name)
-        pairs = possible(args.launchers, args.faults, folder)
-        numbers = range(1, args.rounds + 1) if args.only is None else [args.only]
-        plans = [draw(args.seed, number, pairs) for number in numbers]
+        plans = choose(args, folder)
         if args.plan:
             print(*(f"round {plan.number} | {plan}" for plan in plans), sep="\n")
             return
         rounds: list[Played] = []
+        interrupted = False
         try:
             for played in play_all(Job(args.script.resolve(), folder), plans, args.jobs):
                 rounds.append(played)
@@ -47,14 +46,15 @@ def main() -> None:
                 if played.outcome == WRONG:
                     print(f"{tail(played)}\n    repeat it: {again(args, played)}", flush=True)
         except KeyboardInterrupt:
+            interrupted = True
             print("interrupted: what follows is of the rounds so far")
     print(f"\n{table(rounds)}\n\n{summary(rounds)}; the seed is {args.seed}")
     wrong = [played for played in rounds if played.outcome == WRONG]
     for played in wrong:
         print(f"{WRONG}: {again(args, played)}")
-    if args.markdown:
-        write_markdown(args.markdown, rounds, f"{command(args)} --rounds {len(rounds)}")
-    sys.exit(bool(wrong))
+    if args.markdown and not interrupted:
+        write_markdown(args.markdown, rounds, f"{command(args)} {which(args)}")
+    sys.exit(130 if interrupted else bool(wrong))
 
 
 def parse() -> argparse.Namespace:
@@ -81,12 +81,24 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def possible(launchers: Sequence[str], faults: Sequence[str], folder: Path) -> Pairs:
+def choose(args: argparse.Namespace, folder: Path) -> list[Plan]:
+    """Return the rounds to play: what a number stands for does not depend on the machine."""
+    asked = set(product(args.launchers, args.faults))
+    here = possible(asked, folder)
+    if args.only is None:
+        return list(islice(drawn(args.seed, asked, here), args.rounds))
+    plan = draw(args.seed, args.only, asked)
+    if (plan.launcher, plan.fault) not in here:
+        sys.exit(f"error: round {plan.number} is left out here: {plan}")
+    return [plan]
+
+
+def possible(asked: Pairs, folder: Path) -> Pairs:
     """Return the launchers and faults that go together here; say of the others why not."""
-    pairs = set(product(launchers, faults))
-    if "srun" in launchers and (reason := why_no_slurm()):
+    pairs = set(asked)
+    if any(launcher == "srun" for launcher, _ in asked) and (reason := why_no_slurm()):
         print(f"left out: srun: {reason}", flush=True)
-        pairs -= {("srun", fault) for fault in faults}
+        pairs = {pair for pair in pairs if pair[0] != "srun"}
     for launcher, fault in sorted(pairs):
         if fault == "full disk" and (reason := why_no_small_disk(launcher, folder / "disk")):
             print(f"left out: full disk under {launcher}: {reason}", flush=True)
@@ -114,7 +126,7 @@ def play_all(job: Job, plans: Sequence[Plan], at_a_time: int) -> Iterator[Played
 
 def command(args: argparse.Namespace) -> str:
     """Return the line that draws these rounds again, but for their number."""
-    parts = ["python", "drill/drill.py", "--seed", str(args.seed)]
+    parts = [".venv/bin/python", "drill/drill.py", "--seed", str(args.seed)]
     if args.launchers != LAUNCHERS:
         parts += ["--launchers", *args.launchers]
     if args.faults != FAULTS:
@@ -122,6 +134,11 @@ def command(args: argparse.Namespace) -> str:
     if args.script != SCRIPT:
         parts += ["--script", str(args.script)]
     return shlex.join(parts)
+
+
+def which(args: argparse.Namespace) -> str:
+    """Return the flag that says which rounds were played."""
+    return f"--rounds {args.rounds}" if args.only is None else f"--only {args.only}"
 
 
 def again(args: argparse.Namespace, played: Played) -> str:

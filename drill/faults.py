@@ -106,7 +106,7 @@ def why_no_small_disk(launcher: str, folder: Path) -> str:
     try:
         with small_disk(launcher, folder):
             return ""
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
 
 

@@ -47,8 +47,10 @@ def slurm_environment() -> dict[str, str]:
 
 def host_process() -> int:
     """Return the id of the process under which the local cluster runs rank 0."""
-    conf = slurm_environment().get("SLURM_CONF", "")
-    return int((Path(conf).parent / "node1" / "pid").read_text())
+    noted = Path(slurm_environment().get("SLURM_CONF", "")).parent / "node1" / "pid"
+    if not noted.exists():
+        raise OSError(f"it needs the cluster of make slurm-up: there is no {noted}")
+    return int(noted.read_text())
 
 
 def why_no_slurm() -> str:

@@ -1,8 +1,9 @@
-"""What a round does: drawn from the seed, the round's number, and what is possible here."""
+"""What a round does: drawn from the seed, the round's number, and the pairs to choose from."""
 
 import random
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
+from itertools import count
 
 Pairs = Set[tuple[str, str]]  # of a launcher and a fault
 LAUNCHERS = ("spawn", "torchrun", "srun")
@@ -55,6 +56,17 @@ class Plan:
         """Whether it is a signal that finds all ranks in Handler.train, which saves and leaves."""
         return self.fault == "terminate" and not self.delay and self.place in IN_TRAINING
 
+    @property
+    def must_show(self) -> bool:
+        """Whether the job cannot go on, or be started anew, without a word about the fault.
+
+        It can after a pause, where a delay may have outlived the rank, and where a disk gets full
+        after the last checkpoint.
+        """
+        if self.fault == "full disk":
+            return (self.place, self.nth) != ("save", EPOCHS)
+        return self.fault != "pause" and not self.delay
+
     def __str__(self) -> str:
         nth = f" {self.nth}" if self.place in IN_TRAINING else ""
         whom = f"all as rank {self.rank} is" if self.to_all else f"rank {self.rank}"
@@ -70,6 +82,14 @@ def draw(seed: int, number: int, pairs: Pairs) -> Plan:
         stuck = plan.fault == "stop" and plan.place in BY_DESIGN
         if (plan.launcher, plan.fault) in pairs and not stuck:
             return plan
+
+
+def drawn(seed: int, asked: Pairs, possible: Pairs) -> Iterator[Plan]:
+    """Yield the plans of the rounds 1, 2 and so on, without those that are not possible here."""
+    for number in count(1):
+        plan = draw(seed, number, asked)
+        if (plan.launcher, plan.fault) in possible:
+            yield plan
 
 
 def _draw(chance: random.Random, number: int) -> Plan:
