@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections import UserDict
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler, initialize_ddp, run_ranks
 from ddp_ref.batches import move
-from ddp_ref.exchange import Sums, caught_signals
+from ddp_ref.exchange import Exchange, Sums, caught_signals
 
 SCRIPT = "handler_checks.py"
 LIMIT = timedelta(minutes=2)
@@ -53,6 +54,28 @@ def test_ranks_add_up_in_their_order_and_find_the_same_bits():
     assert run_ranks(means, nproc=6, timeout=LIMIT) == [expected] * 6
 
 
+def test_who_tells_the_others_waits_for_nobody(tmp_path):
+    """Rank 1 begins once rank 0 has told; were that to wait for rank 1, both would."""
+
+    told = tmp_path / "told"
+
+    def tell_and_hear():
+        rank = initialize_ddp(timeout=timedelta(seconds=20), backend="gloo").rank
+        exchange, sums = Exchange(distributed=True), Sums(["loss"], torch.device("cpu"))
+        assert exchange.hear() is None
+        sums.add(1 + rank, sums.means({"loss": float(rank)}))
+        while rank == 1 and not told.exists():
+            time.sleep(0.01)
+        exchange.requests.stop = rank == 1
+        exchange.tell(sums)
+        told.touch()
+        total = exchange.hear()
+        return total.means, total.stop, total.failed, exchange.hear()
+
+    heard = run_ranks(tell_and_hear, timeout=LIMIT)
+    assert heard == [({"loss": pytest.approx(2 / 3)}, True, False, None)] * 2
+
+
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     handler = job()
     handler.save(tmp_path / "a.pt")
@@ -65,11 +88,16 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 
 class StopsAt(Callback):
+    """Have training end at `step`, where the ranks exchange in each: they hear it a step later."""
+
     def __init__(self, step):
         self.step = step
 
     def on_step_end(self):
-        if self.handler.step == self.step and self.handler.rank == self.handler.info.world_size - 1:
+        if (
+            self.handler.step == self.step - 1
+            and self.handler.rank == self.handler.info.world_size - 1
+        ):
             self.handler.stop()
 
 
@@ -140,12 +168,12 @@ def test_a_signal_to_one_rank_saves_the_same_step_and_ends_all(tmp_path, name, w
     assert ended.code == 1  # torchrun's, whatever its workers' are
     codes = re.findall(r"exitcode +: (-?\d+)", ended.stderr)
     assert codes and set(codes) == {"143"}, ended.stderr
-    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["10", "10"]
-    assert [path.name for path in (tmp_path / "saved").glob("*.pt")] == ["step_000000010.pt"]
-    assert "ended by a signal at step 10" in (tmp_path / "saved" / "log.txt").read_text()
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["11", "11"]
+    assert [path.name for path in (tmp_path / "saved").glob("*.pt")] == ["step_000000011.pt"]
+    assert "ended by a signal at step 11" in (tmp_path / "saved" / "log.txt").read_text()
     handler = job(400, 2)
     handler.load(tmp_path / "saved")
-    assert (handler.epoch, handler.step, handler.position) == (0, 10, 40)
+    assert (handler.epoch, handler.step, handler.position) == (0, 11, 44)
 
 
 def _pythonpath():

@@ -1,12 +1,13 @@
 """The exchange: the one place where ranks tell each other what they found, and so decide alike.
 
-Between two exchanges a rank only adds to a small vector on its device, and waits for nobody.
+Between two exchanges a rank only adds to a small vector on its device, and waits for nobody. What
+the ranks tell after a step travels during the next one, after which all of them hear it.
 """
 
 import math
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,13 +57,20 @@ class Sums:
 
     def total(self, distributed: bool, flags: Sequence[float] = ()) -> "Total":
         """Return the sums and `flags` of all ranks, with one all-gather (collective)."""
-        told = [float(self.samples), *flags]
-        heads = torch.tensor(told, dtype=torch.float64, device=self.device)
+        return self.begin_total(distributed, flags)()
+
+    def begin_total(self, distributed: bool, flags: Sequence[float] = ()) -> Callable[[], "Total"]:
+        """Begin what `total` does, and return what ends it (collective)."""
+        heads = torch.tensor([self.samples, *flags], dtype=torch.float64, device=self.device)
         packed = torch.cat([heads, torch.stack(self.sums)])
-        ranks = _of_all_ranks(packed) if distributed else [packed]
-        # Added up as Python's numbers: in the order of the ranks, so that all find the same bits.
+        ranks_of = _begin_gather(packed) if distributed else lambda: [packed]
+        return lambda: self._add_up(ranks_of())
+
+    def _add_up(self, ranks: list[Tensor]) -> "Total":
+        # As Python's numbers, in the order of the ranks, so that all find the same bits.
         numbers = [sum(column) for column in zip(*torch.stack(ranks).tolist(), strict=True)]
-        (samples, *said), sums = numbers[: len(told)], numbers[len(told) :]
+        first = len(numbers) - len(self.names)
+        (samples, *said), sums = numbers[:first], numbers[first:]
         means = {
             name: value / samples if samples else math.nan
             for name, value in zip(self.names, sums, strict=True)
@@ -71,15 +79,20 @@ class Sums:
         return Total(means, not math.isfinite(sums[0]), *(flag > 0 for flag in said))
 
 
-def _of_all_ranks(vector: Tensor) -> list[Tensor]:
-    """Return the ranks' vectors, in the order of the ranks (collective).
+def _begin_gather(vector: Tensor) -> Callable[[], list[Tensor]]:
+    """Return what waits for the ranks' vectors, in the order of the ranks (collective).
 
     Of a few numbers gloo's ring takes most of its time to go round: an all-gather does it once, an
     all-reduce twice.
     """
     vectors = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
-    dist.all_gather(vectors, vector)
-    return vectors
+    work = dist.all_gather(vectors, vector, async_op=True)
+
+    def gathered() -> list[Tensor]:
+        work.wait()
+        return vectors
+
+    return gathered
 
 
 def _number(name: str, value: Any, device: torch.device) -> Tensor:
@@ -123,6 +136,7 @@ class Exchange:
     def __init__(self, distributed: bool) -> None:
         self.distributed, self.requests = distributed, Requests()
         self._final: BaseException | None = None
+        self._told: Callable[[], Total] | None = None
 
     def call(self, callbacks: Iterable[Any], hook: str) -> None:
         """Call `hook` of each of `callbacks`; keep the first exception until the ranks meet."""
@@ -136,20 +150,32 @@ class Exchange:
                 # them may be collective.
                 self.requests.error = self.requests.error or error
 
-    def meet(self, sums: Sums) -> Total:
-        """Return what all ranks have summed and said; raise a callback's error on all alike.
+    def tell(self, sums: Sums) -> None:
+        """Begin to tell the others what this rank has summed and has to say (collective)."""
+        self._told = sums.begin_total(self.distributed, self.requests.flags())
+        self.requests.stop = False
 
-        Collective: all ranks call.
+    def hear(self) -> Total | None:
+        """Return what the ranks have told, None where that was heard; raise a callback's error.
+
+        Collective: all ranks call, and raise alike.
         """
-        total = sums.total(self.distributed, self.requests.flags())
-        error, self.requests.error, self.requests.stop = self.requests.error, None, False
+        if self._told is None:
+            return None
+        told, self._told = self._told, None
+        total = told()
+        if total.failed:
+            self._raise_failure()
+        return total
+
+    def _raise_failure(self) -> None:
+        error, self.requests.error = self.requests.error, None
         with self.final():
-            if total.failed and (group := side_group() if self.distributed else None):
+            if group := side_group() if self.distributed else None:
                 ranks = range(dist.get_world_size())
                 settle(group, "the callbacks of Handler.train", ranks, error)
             elif error:
                 raise error
-        return total
 
     def raise_untold(self, end: BaseException) -> None:
         """Raise a callback's error that the ranks have not met to hear of; `end` came before.

@@ -53,9 +53,10 @@ class Handler:
     optimizer step. `accumulate` batches make one optimizer step. `clip_norm` bounds the norm of
     its gradients; `precision` is "fp32", "bf16" or "fp16". `on_nonfinite` "raise" ends training
     with FloatingPointError, "skip" leaves such steps out. Every `exchange_every` optimizer steps
-    the ranks tell each other of losses, errors and signals. `run_dir` is a folder for this run:
-    configuration, log, history, figures, and each epoch a checkpoint, unless a Checkpoint callback
-    has its own folder. Checkpoints are also what a signal that ends training leaves.
+    the ranks tell each other of losses, errors and signals, and hear it a step later: so nobody
+    waits. `run_dir` is a folder for this run: configuration, log, history, figures, and each epoch
+    a checkpoint, unless a Checkpoint callback has its own folder. Checkpoints are also what a
+    signal that ends training leaves.
     `find_unused_parameters` is DDP's; None: if DDP_FIND_UNUSED_PARAMETERS is 1 or true.
     Raises ValueError for a setting that this device or package does not have.
     """
@@ -212,7 +213,7 @@ class Handler:
                 raise
 
     def stop(self) -> None:
-        """Ask to end training at the next exchange; one rank is enough (not collective)."""
+        """Ask to end training a step after the next exchange: one rank will do (not collective)."""
         self._exchange.requests.stop = True
 
     def validate(self) -> dict[str, float]:
@@ -321,10 +322,11 @@ class Handler:
         for window in self._windows():
             self._train_step(window)
             self._call("on_step_end")
+            self._hear()
+            if self._stopping:
+                return
             if self.step % self.exchange_every == 0:
-                self._meet()
-                if self._stopping:
-                    return
+                self._exchange.tell(self._sums)
         if not self.position:
             raise ValueError("the training data gave no batch: an epoch must have at least one")
         self._meet()
@@ -418,7 +420,15 @@ class Handler:
 
     def _meet(self) -> None:
         """Tell and hear what there is, and act on it as all ranks do."""
-        total = self._exchange.meet(self._sums)
+        self._hear()
+        self._exchange.tell(self._sums)
+        self._hear()
+
+    def _hear(self) -> None:
+        """Act on what the ranks have told, if there is something, as all ranks do."""
+        total = self._exchange.hear()
+        if total is None:
+            return
         if total.nonfinite and not self._optimization.skip_nonfinite:
             with self._exchange.final():
                 raise FloatingPointError(
