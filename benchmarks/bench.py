@@ -33,6 +33,7 @@ NAMES = (
     "finale",
     "gpu",
 )
+PEERS = "accelerate", "lightning", "ignite"  # what make bench installs
 BUSY = 0.3  # other programs' share of a core from which a warning is due
 
 
@@ -80,6 +81,8 @@ def run(benchmark: ModuleType, rounds: int | None, page: Path | None) -> None:
         rounds = rounds or benchmark.ROUNDS
         tables = benchmark.measure(rounds)
     except ImportError as error:
+        if error.name not in PEERS:
+            raise
         sys.exit(f"{error}: pip install -c constraints.txt -e '.[bench]', as make bench does")
     print("\n\n".join(map(markdown, tables)), flush=True)
     if page and tables:

@@ -1,10 +1,11 @@
 """Bring the outputs of all ranks to rank 0 in data-set order, and evaluate each item once.
 
 Two ranks on the CPU. The gather is of 64 MiB of float32 outputs, in batches of 2 MiB a rank; its
-measure is a bare all-reduce of as many bytes. `Handler` brings them to rank 0 alone and in order,
-the others to all ranks. The evaluation is of 20,001 items, which two ranks cannot share evenly, by
-a small model; its measure is a loop by hand over each rank's own items, with one all-reduce at the
-end. All find the same loss and the same outputs, or the benchmark fails.
+measure is a bare all-reduce of as many bytes. What `Handler.predict` does with a model's outputs
+brings them to rank 0 alone and in order, the others to all ranks. The evaluation is of 20,001
+items, which two ranks cannot share evenly, by a small model; its measure is a loop by hand over
+each rank's own items, with one all-reduce at the end. All find the same loss and the same outputs,
+or the benchmark fails.
 """
 
 from collections.abc import Callable

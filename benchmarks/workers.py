@@ -2,7 +2,7 @@
 
 Two workers on the CPU call a function that does nothing and send back what it returns. For how much
 of it is unavoidable stands the round trip of as many bytes over two bare pipes to processes that
-only wait.
+only wait. accelerate's launcher forks, so that torch is not imported again as in spawned processes.
 """
 
 import io

@@ -72,6 +72,7 @@ def check_the_weights_are_a_hand_written_loops_and_so_are_the_collectives():
     assert torch.equal(*found)
     assert not torch.allclose(found[0], flat(network()), atol=0.1)
     assert losses[-1] < losses[0]
+    assert_same_on_all_ranks(torch.tensor(losses, dtype=torch.float64))
     if dist.is_initialized():
         # Of 50 steps an exchange every 10, at the end of an epoch two, one at either end; before
         # all of them one all-reduce compares the data of the ranks.

@@ -84,6 +84,12 @@ def test_noise_reaches_no_goal(control, ours, peer, verdict):
     assert len(against_raw(rows[:3])) == 1  # no peer, no word about peers
 
 
+def test_a_mean_whose_interval_reaches_too_far_reaches_no_goal():
+    times = {RAW: [1.0] * 9, RAW + AGAIN: [1.001] * 9, OURS: [1.0] * 5 + [1.1] * 4}
+    (near,) = against_raw(compare(times, RAW))
+    assert "+0.0% (not known" in near
+
+
 def test_ways_take_turns_of_ten_steps():
     done = []
 

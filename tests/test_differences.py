@@ -5,12 +5,13 @@ import os
 import re
 import socket
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import ROOT, run
+from harness import ROOT, run, torchrun
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -21,6 +22,7 @@ from ddp_ref import run_ranks
 
 PAGE = (ROOT / "docs" / "differences.md").read_text()
 ALONE = {"rank": 0, "world_size": 1}
+LIMIT = timedelta(minutes=1)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
@@ -50,6 +52,43 @@ def test_nccl_needs_a_gpu():
     with pytest.raises((RuntimeError, ValueError), match="NCCL"):
         dist.init_process_group("nccl", store=dist.HashStore(), **ALONE)
     assert not dist.is_initialized()
+
+
+def test_the_group_opens_without_a_barrier(monkeypatch):
+    """It has one where torch is told so; initialize_ddp always."""
+
+    def join():
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2)
+        rank = int(os.environ["RANK"])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        dist.barrier()
+        return any("barrier" in key for key in store.list_keys())
+
+    assert run_ranks(join, timeout=LIMIT) == [False] * 2
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    assert run_ranks(join, timeout=LIMIT) == [True] * 2
+    monkeypatch.delenv("TORCH_DIST_INIT_BARRIER")
+
+    def calls():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            ddp_ref.initialize_ddp(backend="gloo")
+        return [event.name for event in profile.events() if event.name.startswith("gloo:")]
+
+    assert run_ranks(calls, timeout=LIMIT) == [["gloo:barrier"]] * 2
+
+
+def test_every_rank_prints_and_epochs_that_begin_with_0_are_saved_early(tmp_path):
+    line = "print(f'epoch {epoch}') if epoch % 5 == 0 else None"
+    (tmp_path / "script.py").write_text(f"for epoch in range(11): {line}")
+    printed = run(*torchrun(2, "script.py"), cwd=tmp_path).stdout
+    assert sorted(re.findall("epoch ([0-9]+)", printed), key=int) == [
+        "0",
+        "0",
+        "5",
+        "5",
+        "10",
+        "10",
+    ]
 
 
 def test_device_ids_are_for_gpus():

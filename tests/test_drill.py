@@ -9,17 +9,30 @@ DRILL = ROOT / "drill" / "drill.py"
 SEED = "5"
 
 
-def drill(folder, *flags):
-    return run(sys.executable, DRILL, "--seed", SEED, *flags, cwd=folder, timeout=280)
+def drill(folder, *flags, **env):
+    return run(sys.executable, DRILL, "--seed", SEED, *flags, cwd=folder, timeout=280, env=env)
 
 
 def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
     few, many, one = (
-        drill(tmp_path, "--plan", "--launchers", "spawn", "torchrun", *flags).stdout
+        drill(tmp_path, "--plan", "--launchers", "spawn", "--faults", "kill", "flip", *flags).stdout
         for flags in (["--rounds", "3"], ["--rounds", "30"], ["--only", "30"])
     )
     assert len(set(many.splitlines())) == 30
     assert many.splitlines()[:3] == few.splitlines() and many.splitlines()[29] == one.strip()
+
+
+def test_a_round_that_is_not_possible_is_left_out_and_no_other_changes(tmp_path):
+    nowhere = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
+    faults = ["--plan", "--faults", "kill", "flip"]
+    ended = drill(tmp_path, *faults, "--rounds", "30", **nowhere)
+    reason, *rounds = ended.stdout.splitlines()
+    assert reason.startswith("left out: srun: no Slurm cluster answers") and len(rounds) == 30
+    assert not any("srun" in line for line in rounds)
+    numbers = [int(line.split()[1]) for line in rounds]
+    missing = min(set(range(1, 31)) - set(numbers))
+    alone = drill(tmp_path, *faults, "--only", str(missing), **nowhere)
+    assert alone.code == 1 and f"error: round {missing} is left out here: srun |" in alone.stderr
 
 
 @pytest.mark.full
@@ -39,17 +52,32 @@ def test_rounds_end_right_and_the_table_tells(tmp_path):
     assert "old" not in page.read_text()
 
 
+FORGETS = "from ddp_ref import Handler\nHandler.load = lambda self, path: None"
+DEAF = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal = lambda number, handler: None
+"""
+
+
 @pytest.mark.full
-def test_a_job_that_does_not_resume_is_found(tmp_path):
-    script = tmp_path / "forgets.py"
+@pytest.mark.parametrize(
+    ("fault", "number", "lines", "said"),
+    [
+        ("exception", 1, FORGETS, "it was to begin with"),
+        ("terminate", 7, DEAF, "exit code 0 without a clear error"),  # to rank 1, as it saves
+    ],
+    ids=["does not resume", "is deaf"],
+)
+def test_a_job_that_ends_wrong_is_found(tmp_path, fault, number, lines, said):
+    script = tmp_path / "broken.py"
     text = (SCRIPTS / "train_reference.py").read_text()
     line = "def classifier("
     assert text.count(line) == 1
-    forgets = "from ddp_ref import Handler\nHandler.load = lambda self, path: None\n\n\n"
-    script.write_text(text.replace(line, forgets + line))
-    flags = ["--launchers", "spawn", "--faults", "exception", "--script", script]
-    ended = drill(tmp_path, *flags, "--only", "1")
+    script.write_text(text.replace(line, f"{lines}\n\n\n{line}"))
+    flags = ["--launchers", "spawn", "--faults", fault, "--script", script]
+    ended = drill(tmp_path, *flags, "--only", str(number))
     assert ended.code == 1, ended.stderr
-    assert "| WRONG |" in ended.stdout and "it was to begin with" in ended.stdout
-    again = ["python", "drill/drill.py", "--seed", SEED, *map(str, flags), "--only", "1"]
-    assert f"WRONG: {' '.join(again)}\n" in ended.stdout
+    assert "| WRONG |" in ended.stdout and said in ended.stdout
+    again = [".venv/bin/python", "drill/drill.py", "--seed", SEED, *map(str, flags)]
+    assert f"WRONG: {' '.join(again)} --only {number}\n" in ended.stdout
