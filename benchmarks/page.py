@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Sequence
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -24,13 +25,14 @@ def around_marks(page: Path, begin: str, end: str) -> tuple[str, str]:
 
 
 def machine(packages: Sequence[str]) -> str:
-    """Return what it was measured on, with the versions of those `packages` that are there."""
+    """Return what it was measured on and when, with the versions of the `packages` there are."""
     from ddp_ref.environment import available_cores  # mp.spawn's processes load this module
 
     memory = psutil.virtual_memory().total / 2**30
     system = f"{platform.system()} {platform.machine()}, {processor()}"
     cores = f"{available_cores()} cores, {memory:.0f} GiB"
-    return f"{system}, {cores}, Python {platform.python_version()}, {', '.join(versions(packages))}"
+    python = f"Python {platform.python_version()}"
+    return ", ".join([system, cores, python, *versions(packages), str(date.today())])
 
 
 def processor() -> str:

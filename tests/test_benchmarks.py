@@ -157,6 +157,14 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["saves", "scaling", "knobs", "finale"])
+def test_a_benchmark_that_needs_no_peer_runs_and_its_weights_agree(tmp_path, name):
+    ended = run(sys.executable, BENCH, name, "--rounds=1", cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert " median | " in ended.stdout and "ratio to " in ended.stdout
+
+
 @pytest.mark.parametrize(
     "flags, message",
     [
