@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddp_ref import Checkpoint, Handler, TrainerDDP, checkpoint
+from ddp_ref import Checkpoint, Handler, TrainerDDP, checkpoint, handler
 
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
 PATIENCE = 60  # seconds, with the drill
@@ -19,7 +19,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "step": (Handler, "_train_step"),
     "validation": (Handler, "validate"),
     "epoch's end": (Checkpoint, "on_epoch_end"),
-    "save": (Handler, "_write"),  # the others wait for rank 0
+    "save": (handler, "gather_objects"),  # where the others wait as well
 }
 
 

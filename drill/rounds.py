@@ -27,7 +27,7 @@ KEEP = 3  # checkpoints, Checkpoint's default
 LOST = "died or left|losed by peer|reset by peer|Broken pipe"  # what the others see of a death
 CAUSES = {
     "kill": f"SIGKILL|Killed|{LOST}",
-    "stop": "[Tt]imed out|timeout after|there came no rank",
+    "stop": "[Tt]imed out|timeout after|there came no rank|cannot reach the master",
     "pause": "(?!)",  # it must go on
     "interrupt": f"SIGINT|KeyboardInterrupt|nterrupt|sending Ctrl-C|{LOST}",
     "terminate": f"ended by a signal at step|SIGTERM|Terminated|got signal: 15|{LOST}",

@@ -1,6 +1,8 @@
 """Checks of Handler that every rank makes; test_handler.py starts the ranks, and is one itself."""
 
+import os
 import random
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -225,6 +227,57 @@ def check_a_loss_that_is_not_finite_on_any_rank_is_one_decision():
         assert torch.isfinite(flat(handler.model)).all()
         assert len(handler.train_losses) == 1 and 0 < handler.train_losses[0] < 1
     assert_same_on_all_ranks(flat(handler.model))
+
+
+class StrikesWhileTold(Callback):
+    """Of what happens at step 5 the ranks hear after step 6; in between one of them raises."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def on_train_start(self):
+        loss_fn, handler = self.handler.objective.loss_fn, self.handler
+
+        def loss(outputs, targets):
+            bad = self.kind == "nan" and handler.step == 4
+            return loss_fn(outputs, targets) * (torch.nan if bad else 1)
+
+        handler.objective.loss_fn = loss
+
+    def on_step_end(self):
+        if self.handler.step == 5 and self.kind == "signal" and rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.handler.step == 6 and rank() == world_size() - 1:
+            raise KeyError("of a callback")
+
+
+def check_an_error_while_the_end_is_told_is_raised_on_all():
+    for kind in ("nan", "signal"):
+        callbacks = [StrikesWhileTold(kind), Checkpoint("saved", every_epochs=None)]
+        handler = job(40 * world_size(), 4, exchange_every=5, callbacks=callbacks)
+        with pytest.raises(KeyError, match="of a callback"):
+            handler.train(1)
+        assert handler.step == 6
+
+
+def check_what_was_told_before_an_error_is_not_heard_after_it():
+    handler = job(40 * world_size(), 4, exchange_every=5)
+    handler.save("good.pt")
+    loss_fn = handler.objective.loss_fn
+
+    def fails(outputs, targets):
+        if handler.step == 5:
+            raise RuntimeError("of the loss")
+        return loss_fn(outputs, targets) * (torch.nan if handler.step == 4 else 1)
+
+    handler.objective.loss_fn = fails
+    with pytest.raises(RuntimeError, match="of the loss"):
+        handler.train(1)
+    handler.objective.loss_fn = loss_fn
+    handler.load("good.pt")
+    handler.save("again.pt")  # it meets, and hears nothing of before
+    handler.train(1)
+    assert handler.step == 10 and torch.isfinite(flat(handler.model)).all()
 
 
 class Raises(Callback):

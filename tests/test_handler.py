@@ -443,6 +443,23 @@ def test_an_error_of_one_rank_in_a_callbacks_prediction_is_the_error_of_all():
         run_ranks(work, nproc=2, timeout=LIMIT)
 
 
+def test_an_error_of_one_rank_within_a_save_is_the_error_of_all(tmp_path):
+    """The others gather, and no exchange may follow: its numbers would be taken for theirs."""
+
+    def work():
+        handler = job(12, 2, callbacks=[Checkpoint(tmp_path)])
+
+        def fails():
+            raise KeyError("of a generator")
+
+        if handler.rank == 1:
+            handler._generators.state = fails
+        handler.train(1)
+
+    with pytest.raises(KeyError, match="of a generator"):
+        run_ranks(work, nproc=2, timeout=LIMIT)
+
+
 def test_what_a_callback_raised_before_its_collective_call_is_said_on_its_rank():
     """The others wait in the call: no exchange follows, and the group's timeout ends them."""
 

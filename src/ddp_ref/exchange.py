@@ -61,7 +61,8 @@ class Sums:
 
     def begin_total(self, distributed: bool, flags: Sequence[float] = ()) -> Callable[[], "Total"]:
         """Begin what `total` does, and return what ends it (collective)."""
-        heads = torch.tensor([self.samples, *flags], dtype=torch.float64, device=self.device)
+        heads = torch.tensor([self.samples, *flags], dtype=torch.float64)
+        heads = heads.to(self.device, non_blocking=True)
         packed = torch.cat([heads, torch.stack(self.sums)])
         ranks_of = _begin_gather(packed) if distributed else lambda: [packed]
         return lambda: self._add_up(ranks_of())
@@ -152,8 +153,8 @@ class Exchange:
 
     def tell(self, sums: Sums) -> None:
         """Begin to tell the others what this rank has summed and has to say (collective)."""
-        self._told = sums.begin_total(self.distributed, self.requests.flags())
-        self.requests.stop = False
+        flags, self.requests.stop = self.requests.flags(), False
+        self._told = sums.begin_total(self.distributed, flags)
 
     def hear(self) -> Total | None:
         """Return what the ranks have told, None where that was heard; raise a callback's error.
@@ -181,9 +182,11 @@ class Exchange:
         """Raise a callback's error that the ranks have not met to hear of; `end` came before.
 
         Where the callback was to make a collective call that the others wait in, none can follow.
+        What has been told and not heard is forgotten: training may be begun again.
         """
-        if self.requests.error is not None and isinstance(end, Exception):
-            raise self.requests.error from end
+        error, self.requests.error, self._told = self.requests.error, None, None
+        if error is not None and isinstance(end, Exception):
+            raise error from end
 
     @contextmanager
     def final(self) -> Iterator[None]:
@@ -204,7 +207,8 @@ def caught_signals(into: list[int]) -> Iterator[None]:
 
     A collective in a signal handler would deadlock. When the block exits the process, the signals
     are ignored from then on: launchers repeat SIGTERM, and it must not cut the exit short. One
-    that came too late for the block to answer is raised again behind it.
+    that came too late for the block to answer is raised again behind it, but not behind an
+    exception, whose traceback it would cut short.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -429,7 +429,11 @@ class Handler:
         total = self._exchange.hear()
         if total is None:
             return
-        if total.nonfinite and not self._optimization.skip_nonfinite:
+        nonfinite = total.nonfinite and not self._optimization.skip_nonfinite
+        if nonfinite or total.signalled:  # the end, unless a callback has raised since they told
+            self._exchange.tell(self._sums)
+            self._exchange.hear()
+        if nonfinite:
             with self._exchange.final():
                 raise FloatingPointError(
                     f"a loss of epoch {self.epoch + 1} is not finite, found at step {self.step}: "
@@ -454,9 +458,9 @@ class Handler:
     # Checkpoints
 
     def _write(self, path: str | Path) -> None:
-        mine = (self._generators.state(), self._sums.state())
-        ranks = gather_objects(mine) if self.info.distributed else [mine]
         with self._exchange.final():
+            mine = (self._generators.state(), self._sums.state())
+            ranks = gather_objects(mine) if self.info.distributed else [mine]
             self._on_rank_0(lambda: write(path, self._state(ranks or [])))
 
     def _state(self, ranks: list[tuple[dict[str, Any], Tensor]]) -> dict[str, Any]:
