@@ -8,10 +8,10 @@ same two processes; those are started anew at least twelve times, in which each 
 luckier place in memory, and then up to twelve times more while the control, looked at after each,
 reaches as far as the goal. An interval is drawn from the launches, each as a whole. `Handler` looks
 up the samples of a batch at once, the others' loader one after another; a raw loop that does so as
-well is there to tell these apart. `Handler` also keeps the loss, and exchanges it every ten steps.
-Lightning's and ignite's loops do what they do by default besides training, too; logging, progress
-bars and checkpoints are off. The two models are made for steps of about 2 ms and 6 ms; the tables
-say what they took here.
+well is there to tell these apart. `Handler` also keeps the loss, and exchanges it every ten steps,
+during the step that follows. Lightning's and ignite's loops do what they do by default besides
+training, too; logging, progress bars and checkpoints are off. The two models are made for steps of
+about 2 ms and 6 ms; the tables say what they took here.
 """
 
 import logging
