@@ -35,8 +35,7 @@ def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
     env = {"JUPYTER_RUNTIME_DIR": str(tmp_path), "JUPYTER_CONFIG_DIR": str(tmp_path)}
     with Running("make", "-C", ROOT, "lab", arguments, cwd=tmp_path, env=env) as lab:
         lab.wait_for("is running at")
-        (about,) = tmp_path.glob("jpserver-*.json")
-        server = json.loads(about.read_text())
+        server = what_is_told_of_the_server(tmp_path)
         wait_until_it_listens(server["port"])  # it says where it runs before it listens there
         page = ask(server, "lab")
         assert "<title>JupyterLab</title>" in page
@@ -54,6 +53,14 @@ def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
         assert "rank 3 got" in said
         ask(server, "api/shutdown", {})
         assert lab.wait().code == 0
+
+
+def what_is_told_of_the_server(folder, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not (found := [path.read_text() for path in folder.glob("jpserver-*.json")]):
+        assert time.monotonic() < deadline, "there is no file of a server"
+        time.sleep(0.1)
+    return json.loads(found[0])
 
 
 def wait_until_it_listens(port, seconds=30):
