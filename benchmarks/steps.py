@@ -68,8 +68,7 @@ def against_raw(rows: list[Row]) -> list[str]:
     A control that reaches as far as the goal could hide a miss: then none is told to be reached.
     """
     noise = spread(rows)
-    ours = find(rows, OURS)
-    peers = [row for row in rows if row.name not in (RAW, RAW + AGAIN, AT_ONCE, OURS)]
+    ours, peers = find(rows, OURS), peers_of(rows)
     near = f"Handler within {NEAR:.0%} of raw DDP, beyond the control: {ours.ratio - 1:+.1%}"
     is_near, quiet = ours.at_most(1 + NEAR + noise), noise < NEAR
     goals = [goal(near, None if is_near and not quiet else is_near)]
@@ -83,10 +82,13 @@ def against_raw(rows: list[Row]) -> list[str]:
 def against_own_loader(rows: list[Row]) -> str:
     """Return how much longer each takes than a raw loop that looks up its batches as it does."""
     ours, at_once = find(rows, OURS), find(rows, AT_ONCE)
-    others = [row for row in rows if row.name not in (RAW, RAW + AGAIN, AT_ONCE, OURS)]
-    ratios = {OURS: ours.ratio / at_once.ratio} | {row.name: row.ratio for row in others}
+    ratios = {OURS: ours.ratio / at_once.ratio} | {row.name: row.ratio for row in peers_of(rows)}
     told = ", ".join(f"{name} {ratio - 1:+.0%}" for name, ratio in ratios.items())
     return f"against a raw loop that looks up its batches as they do: {told}"
+
+
+def peers_of(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row.name not in (RAW, RAW + AGAIN, AT_ONCE, OURS)]
 
 
 def make_model(width: int) -> nn.Module:

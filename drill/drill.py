@@ -88,7 +88,7 @@ def choose(args: argparse.Namespace, folder: Path) -> list[Plan]:
     if args.only is None:
         return list(islice(drawn(args.seed, asked, here), args.rounds))
     plan = draw(args.seed, args.only, asked)
-    if (plan.launcher, plan.fault) not in here:
+    if plan.pair not in here:
         sys.exit(f"error: round {plan.number} is left out here: {plan}")
     return [plan]
 

@@ -43,6 +43,10 @@ class Plan:
     share: float  # of a file's bytes: where it is cut or changed, or how much of it a disk takes
 
     @property
+    def pair(self) -> tuple[str, str]:
+        return self.launcher, self.fault
+
+    @property
     def target(self) -> str:
         return "all" if self.to_all else str(self.rank)
 
@@ -80,7 +84,7 @@ def draw(seed: int, number: int, pairs: Pairs) -> Plan:
     while True:
         plan = _draw(chance, number)
         stuck = plan.fault == "stop" and plan.place in BY_DESIGN
-        if (plan.launcher, plan.fault) in pairs and not stuck:
+        if plan.pair in pairs and not stuck:
             return plan
 
 
@@ -88,7 +92,7 @@ def drawn(seed: int, asked: Pairs, possible: Pairs) -> Iterator[Plan]:
     """Yield the plans of the rounds 1, 2 and so on, without those that are not possible here."""
     for number in count(1):
         plan = draw(seed, number, asked)
-        if (plan.launcher, plan.fault) in possible:
+        if plan.pair in possible:
             yield plan
 
 

@@ -55,12 +55,12 @@ class Sums:
         for total, value in zip(self.sums, state[1:], strict=True):
             total += value.to(self.device)
 
-    def total(self, distributed: bool, flags: Sequence[float] = ()) -> "Total":
-        """Return the sums and `flags` of all ranks, with one all-gather (collective)."""
-        return self.begin_total(distributed, flags)()
+    def total(self, distributed: bool) -> "Total":
+        """Return the sums of all ranks, with one all-gather (collective)."""
+        return self.begin_total(distributed, flags=())()
 
-    def begin_total(self, distributed: bool, flags: Sequence[float] = ()) -> Callable[[], "Total"]:
-        """Begin what `total` does, and return what ends it (collective)."""
+    def begin_total(self, distributed: bool, flags: Sequence[float]) -> Callable[[], "Total"]:
+        """Begin to bring together the sums and `flags`; return what ends it (collective)."""
         heads = torch.tensor([self.samples, *flags], dtype=torch.float64)
         heads = heads.to(self.device, non_blocking=True)
         packed = torch.cat([heads, torch.stack(self.sums)])
