@@ -2,7 +2,8 @@
 
 The model, text and optimizer of scripts/char_gpt.py, on two ranks of one thread on the CPU. The
 loop by hand clips and schedules as the script does, and looks up a batch at once as `Handler` does.
-Both end with the same weights, bit for bit, or the benchmark fails.
+Both end with the same weights, bit for bit, or the benchmark fails. The two processes are started
+once: the intervals leave out what another start would change.
 """
 
 import runpy

@@ -114,7 +114,12 @@ def write_section(page: Path, name: str, about: str, tables: Sequence[Table], ro
     figure = Path("figures") / f"benchmark-{name}.svg"
     draw(tables, page.parent / figure)
     image = f"![{in_words(tables)}]({figure.as_posix()})"
-    parts = [about, *map(markdown, tables), image, f"`--rounds={rounds}` on {machine(PACKAGES)}."]
+    parts = [
+        about,
+        *map(markdown, tables),
+        image,
+        f"`bench.py {name} --rounds={rounds}` on {machine(PACKAGES)}.",
+    ]
     put_between(page, *marks(name), "\n\n".join(parts))
 
 

@@ -117,11 +117,13 @@ def play_all(job: Job, plans: Sequence[Plan], at_a_time: int) -> Iterator[Played
     if at_a_time == 1:
         yield from map(job.play, plans)
         return
-    pool = ThreadPoolExecutor(at_a_time)
-    try:
-        yield from pool.map(job.play, plans)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(at_a_time) as pool:
+        try:
+            yield from pool.map(job.play, plans)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            job.stop()
+            raise
 
 
 def command(args: argparse.Namespace) -> str:

@@ -54,7 +54,14 @@ def host_process() -> int:
 
 
 def why_no_slurm() -> str:
-    """Return why no cluster answers, in a line; nothing if one does."""
+    """Return why there are no ranks of Slurm to strike, in a line; nothing if there are.
+
+    The drill finds them by their process ids: they must be on this machine.
+    """
+    try:
+        host_process()
+    except OSError as error:
+        return str(error)
     environment = clean_environment() | slurm_environment()
     states = ["sinfo", "--noheader", "--Node", "--responding", "--states=idle,mix,alloc"]
     try:

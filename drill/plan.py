@@ -22,6 +22,7 @@ DAMAGES = ("truncate", "flip")
 TO_ALL = ("interrupt", "terminate")  # whose signal may go to the whole job
 AT_ANY_TIME = ("kill", "pause", "truncate", "flip", *TO_ALL)  # that need no rank that waits
 EPOCHS, STEPS = 6, 23  # of the unbroken run; STEPS are of an epoch
+KEEP = 3  # checkpoints, Checkpoint's default
 IN_TRAINING = ("step", "validation", "epoch's end", "save")
 PLACES = ("start-up", "load", *IN_TRAINING)
 BY_DESIGN = ("load", "save")  # where a stopped rank is waited for, as one that is slow: on_rank
@@ -65,10 +66,10 @@ class Plan:
         """Whether the job cannot go on, or be started anew, without a word about the fault.
 
         It can after a pause, where a delay may have outlived the rank, and where a disk gets full
-        after the last checkpoint.
+        once a checkpoint is there that makes another one superfluous: its place is free again.
         """
         if self.fault == "full disk":
-            return (self.place, self.nth) != ("save", EPOCHS)
+            return self.place != "save" or self.nth <= KEEP
         return self.fault != "pause" and not self.delay
 
     def __str__(self) -> str:

@@ -1,44 +1,27 @@
 """Play a round: break the job, look at what is left, run the same line again, compare weights."""
 
 import json
-import re
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from faults import FILLER, damage, slurm, small_disk, strike
 from harness import Result, Running
+from judge import Weights, Wrong, check_clear, check_equal, check_kept, check_no_crash
 from launchers import CHECKPOINTS, command, slurm_environment
 from moment import REACHED, VARIABLE
 from plan import DAMAGES, EPOCHS, STEPS, Plan
 
 from ddp_ref import checkpoint
 
-Weights = dict[str, torch.Tensor]
 Line = list[str | Path]  # a command
 Moment = dict[str, int | str | None]  # the rank None is none
 WENT_ON, RESUMED, BEGAN_ANEW, WRONG = "went on", "resumed", "began anew", "WRONG"
 PASSED_OVER = "taking the one before it"  # of a damaged checkpoint
 DEADLINE = 150  # seconds: a stopped rank costs patience, and 30 s of its launcher's
-KEEP = 3  # checkpoints, Checkpoint's default
-LOST = "died or left|losed by peer|reset by peer|Broken pipe"  # what the others see of a death
-CAUSES = {
-    "kill": f"SIGKILL|Killed|{LOST}",
-    "stop": "[Tt]imed out|timeout after|there came no rank|cannot reach the master",
-    "pause": "(?!)",  # it must go on
-    "interrupt": f"SIGINT|KeyboardInterrupt|nterrupt|sending Ctrl-C|{LOST}",
-    "terminate": f"ended by a signal at step|SIGTERM|Terminated|got signal: 15|{LOST}",
-    "exception": "RuntimeError: the drill's own on rank",
-    "full disk": "No space left on device",
-}
-CRASH = "terminate called|Fatal Python error|Segmentation fault|SIGSEGV|SIGABRT|core dumped"
-
-
-class Wrong(AssertionError):
-    """A round that did not end right, as harness's own errors are."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +43,8 @@ class Job:
     def __init__(self, script: Path, folder: Path) -> None:
         self.script, self.folder = script, folder
         self.unbroken: Weights = {}
+        self._open: set[Running] = set()
+        self._stopped = False
 
     def run_unbroken(self, launchers: Sequence[str]) -> None:
         """Run it once under each of `launchers`: all must end at the same weights."""
@@ -71,7 +56,7 @@ class Job:
                 raise Wrong(f"the unbroken run failed under {launcher}:\n{ended.stderr}")
             found = _final(folder / CHECKPOINTS)
             self.unbroken = self.unbroken or found
-            _compare(found, self.unbroken, f"the unbroken run under {launcher}")
+            check_equal(found, self.unbroken, f"the unbroken run under {launcher}")
 
     def play(self, plan: Plan) -> Played:
         """Play a round in a folder of its own; what goes wrong is in what comes back."""
@@ -85,8 +70,14 @@ class Job:
                 outcome = self._play(plan, folder, checkpoints)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a find: told, and the next
             outcome = WRONG
-            detail = str(error) if isinstance(error, AssertionError) else repr(error)
+            detail = str(error) if isinstance(error, AssertionError) else _told(error)
         return Played(plan, outcome, time.monotonic() - begun, detail)
+
+    def stop(self) -> None:
+        """End the rounds that are being played, in whichever threads: none starts a job again."""
+        self._stopped = True
+        for running in list(self._open):
+            running.kill()
 
     def _play(self, plan: Plan, folder: Path, checkpoints: Path) -> str:
         line = command(plan.launcher, plan.restarts)
@@ -99,7 +90,8 @@ class Job:
         warned = plan.fault in DAMAGES and _damage(plan, checkpoints)
         whole = _whole(checkpoints)
         resumed = self._run(line, folder, moment)  # in the same place, where it waits no more
-        if resumed.code or re.search(CRASH, resumed.stderr):
+        check_no_crash(resumed)
+        if resumed.code:
             raise Wrong(f"the same line again failed with {resumed.code}\n{resumed.stderr}")
         start = f"{max(whole)}: epoch " if whole else f"no checkpoint in {CHECKPOINTS}"
         if start not in resumed.stderr or (PASSED_OVER in resumed.stderr) != warned:
@@ -117,18 +109,31 @@ class Job:
             strike(plan, running, folder, checkpoints)
             broken = running.wait(DEADLINE)
         after = _whole(checkpoints)
-        _check_kept(before, after)
-        _check_clear(plan, broken, after)
+        check_kept(before, after)
+        check_clear(plan, broken, after)
         return broken
 
-    def _start(self, line: Line, folder: Path, moment: Moment) -> Running:
+    @contextmanager
+    def _start(self, line: Line, folder: Path, moment: Moment) -> Iterator[Running]:
         env = {VARIABLE: json.dumps(moment), "DRILL_SCRIPT": str(self.script)}
         env |= slurm_environment() | {"SLURM_JOB_NAME": _job_name(folder)}
-        return Running(*line, cwd=folder, env=env)
+        with Running(*line, cwd=folder, env=env) as running:
+            self._open.add(running)
+            try:
+                if self._stopped:  # it may have come too late for `stop` to see it
+                    raise Wrong("the drill was stopped")
+                yield running
+            finally:
+                self._open.remove(running)
 
     def _run(self, line: Line, folder: Path, moment: Moment) -> Result:
         with self._start(line, folder, moment) as running:
             return running.wait(DEADLINE)
+
+
+def _told(error: Exception) -> str:
+    """Return the error in a line, and below it how it came about."""
+    return f"{error!r}\n{''.join(traceback.format_exception(error))}"
 
 
 def _wait_for_moment(running: Running, folder: Path) -> None:
@@ -165,38 +170,13 @@ def _whole(folder: Path) -> set[str]:
     return found
 
 
-def _check_kept(before: set[str], after: set[str]) -> None:
-    """Of those that were there before the fault none is missing but for newer ones."""
-    newest = sorted(before | after)[-KEEP:]
-    if lost := set(newest) - after:
-        raise Wrong(f"lost {', '.join(sorted(lost))}, left are {sorted(after)}")
-
-
-def _check_clear(plan: Plan, broken: Result, whole: set[str]) -> None:
-    """What was written names the cause and says the truth, and nothing has crashed.
-
-    A job may only go on in silence where it need not have noticed the fault.
-    """
-    text = broken.stderr + broken.stdout
-    if re.search(CRASH, text):
-        raise Wrong(f"exit code {broken.code}, but something has crashed\n{text}")
-    cause = CAUSES["kill" if plan.fault in DAMAGES else plan.fault]
-    if plan.is_answered:
-        cause = "ended by a signal at step"
-    if (broken.code or plan.must_show) and not re.search(cause, text):
-        raise Wrong(f"exit code {broken.code} without a clear error\n{text}")
-    for step in re.findall(r"ended by a signal at step (\d+)", text):
-        if checkpoint.NAME.format(int(step)) not in whole:
-            raise Wrong(f"no checkpoint of step {step}, at which a signal was answered\n{text}")
-
-
 def _damage(plan: Plan, folder: Path) -> bool:
     """Damage the newest checkpoint; return whether it is one no more: some bits say nothing."""
     newest = checkpoint.numbered(folder)[-1]
     good = checkpoint.read(newest)["model"]
     damage(plan, newest)
     try:
-        _compare(checkpoint.read(newest)["model"], good, "a damaged checkpoint that can be read")
+        check_equal(checkpoint.read(newest)["model"], good, "a damaged checkpoint that can be read")
     except checkpoint.DamagedCheckpoint:
         return True
     return False
@@ -211,12 +191,6 @@ def _final(folder: Path) -> Weights:
 
 def _check_final(folder: Path, expected: Weights, ended: Result) -> None:
     try:
-        _compare(_final(folder), expected, "the weights at the end")
+        check_equal(_final(folder), expected, "the weights at the end")
     except Wrong as error:
         raise Wrong(f"{error}\n{ended.stderr}") from error
-
-
-def _compare(found: Weights, expected: Weights, what: str) -> None:
-    same = found.keys() == expected.keys()
-    if not same or not all(torch.equal(found[name], expected[name]) for name in expected):
-        raise Wrong(f"{what}: not equal to those of the unbroken run")

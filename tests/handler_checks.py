@@ -280,6 +280,35 @@ def check_what_was_told_before_an_error_is_not_heard_after_it():
     assert handler.step == 10 and torch.isfinite(flat(handler.model)).all()
 
 
+class Notes(Callback):
+    """Keep what `running` is in each hook."""
+
+    def __init__(self):
+        self.begins, self.steps, self.ends = [], {}, []
+
+    def on_epoch_start(self):
+        self.begins.append(self.handler.running)
+
+    def on_step_end(self):
+        self.steps[self.handler.step] = self.handler.running
+
+    def on_epoch_end(self):
+        self.ends.append(self.handler.running)
+
+
+def check_what_is_running_is_of_this_epoch_or_nothing():
+    notes = Notes()
+    handler = job(72 * world_size(), 6, callbacks=[notes])
+    handler.train(2)
+    heard = {step: means["loss"] for step, means in notes.steps.items() if means}
+    assert notes.begins == [{}, {}]
+    # Told after step 10 is heard after step 11, at the end of which the hooks have been called.
+    assert list(notes.steps) == list(range(1, 25)) and list(heard) == [12, 22, 23, 24]
+    assert heard[12] > heard[22] == heard[23] == heard[24] > 0
+    assert [means["loss"] for means in notes.ends] == handler.train_losses
+    assert handler.running == notes.ends[-1]
+
+
 class Raises(Callback):
     def __init__(self, rank, hook, step=0):
         self.rank, self.step = rank, step

@@ -1,11 +1,11 @@
 """Run real commands with a deadline, and leave no process behind."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,10 +59,10 @@ class Running:
     def __exit__(self, kind: object, *_: object) -> None:
         self.process.poll()
         if self.process.returncode is None:  # the test failed, or ends the command this way
-            self._kill_all()
+            self.kill()
             self.process.wait()
         left = self._settle()
-        self._kill_all()
+        self.kill()
         assert kind or not left, f"processes left behind: {left}"
 
     def processes(self) -> list[psutil.Process]:
@@ -74,9 +74,15 @@ class Running:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._kill_all()
+            self.kill()
             raise AssertionError(f"no end within {timeout} s\n{self.text()}") from None
         return Result(self.out.read_text(), self.err.read_text(), code)
+
+    def kill(self) -> None:
+        """Send SIGKILL to every process of this run."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def text(self) -> str:
         """Return all that was written so far."""
@@ -97,13 +103,6 @@ class Running:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [str(process) for process in left]
-
-    def _kill_all(self) -> None:
-        for process in self.processes():
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
 
 
 def marked(mark: str) -> list[psutil.Process]:

@@ -1,5 +1,6 @@
 """A checkpoint is whole or refused, whatever happened to the file or to who wrote it."""
 
+import errno
 import os
 import resource
 import signal
@@ -216,6 +217,22 @@ def test_the_newest_whole_one_is_taken(tmp_path):
         pytest.raises(DamagedCheckpoint, match=r"none of 3 checkpoints .* move them away"),
     ):
         checkpoint.read_newest(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "raised"), [("EIO", OSError), ("EINVAL", DamagedCheckpoint)])
+def test_a_disk_that_cannot_be_read_says_nothing_about_the_file(
+    tmp_path, monkeypatch, number, raised
+):
+    """Else a job would go on from an older one. EINVAL is what a wrong place in the file gives."""
+
+    def fails(*args, **options):
+        raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
+
+    checkpoint.write(tmp_path / "a.pt", STATE)
+    monkeypatch.setattr(torch, "load", fails)
+    with pytest.raises(raised, match=os.strerror(getattr(errno, number))) as caught:
+        checkpoint.read(tmp_path / "a.pt")
+    assert isinstance(caught.value, DamagedCheckpoint) == (raised is DamagedCheckpoint)
 
 
 class Inner(nn.Module):

@@ -1,9 +1,16 @@
 """The drill draws the same rounds from a seed, ends them right, and can see one that is wrong."""
 
+import signal
 import sys
+import time
 
+import psutil
 import pytest
-from harness import ROOT, SCRIPTS, run
+from harness import ROOT, SCRIPTS, Result, Running, run
+from judge import Wrong, check_clear, check_kept
+from plan import Plan
+from report import table
+from rounds import BEGAN_ANEW, RESUMED, Played
 
 DRILL = ROOT / "drill" / "drill.py"
 SEED = "5"
@@ -27,12 +34,112 @@ def test_a_round_that_is_not_possible_is_left_out_and_no_other_changes(tmp_path)
     faults = ["--plan", "--faults", "kill", "flip"]
     ended = drill(tmp_path, *faults, "--rounds", "30", **nowhere)
     reason, *rounds = ended.stdout.splitlines()
-    assert reason.startswith("left out: srun: no Slurm cluster answers") and len(rounds) == 30
+    assert (
+        reason.startswith("left out: srun: it needs the cluster of make slurm-up")
+        and len(rounds) == 30
+    )
     assert not any("srun" in line for line in rounds)
     numbers = [int(line.split()[1]) for line in rounds]
     missing = min(set(range(1, 31)) - set(numbers))
     alone = drill(tmp_path, *faults, "--only", str(missing), **nowhere)
     assert alone.code == 1 and f"error: round {missing} is left out here: srun |" in alone.stderr
+
+
+def plan(fault, place="step", nth=30, **options):
+    chosen = {"number": 1, "launcher": "spawn", "restarts": 0, "rank": 0, "to_all": False}
+    return Plan(fault=fault, place=place, nth=nth, **chosen | {"delay": 0, "share": 0.5} | options)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [
+        ("123", "123", ""),
+        ("123", "234", ""),  # a newer one has taken the place of the oldest
+        ("12", "123", ""),
+        ("123", "12", "3"),
+        ("123", "13", "2"),
+        ("123", "34", "2"),
+        ("1", "", "1"),
+    ],
+)
+def test_a_checkpoint_that_is_lost_is_found(before, after, lost):
+    if not lost:
+        check_kept(set(before), set(after))
+        return
+    with pytest.raises(Wrong, match=f"lost {lost}, left are"):
+        check_kept(set(before), set(after))
+
+
+@pytest.mark.parametrize(
+    ("broken", "code", "text"),
+    [
+        (plan("kill"), -9, "terminated with signal SIGKILL"),
+        (plan("exception"), 1, "RuntimeError: the drill's own on rank 0"),
+        (plan("pause"), 0, ""),
+        (plan("kill", delay=0.5), 0, ""),  # the rank may have left before
+        (plan("full disk", "save", 6), 0, ""),  # it was the last
+        (plan("terminate"), 143, "ended by a signal at step 31"),
+    ],
+)
+def test_a_clear_end_is_seen(broken, code, text):
+    check_clear(broken, Result("", text, code), {"step_000000031.pt"})
+
+
+@pytest.mark.parametrize(
+    ("broken", "code", "text", "said"),
+    [
+        (plan("kill"), -9, "Connection closed by peer", "exit code -9 without a clear error"),
+        (plan("exception"), 0, "", "exit code 0 without"),
+        (plan("full disk", "save", 2), 0, "", "exit code 0 without"),
+        (plan("full disk", "step", 130), 0, "", "exit code 0 without"),
+        (plan("pause"), 1, "Timed out", "exit code 1 without"),
+        (plan("terminate"), 1, "got signal: 15", "exit code 1 without"),
+        (plan("terminate"), 143, "ended by a signal at step 32", "no checkpoint of step 32"),
+        (plan("kill"), 1, "SIGKILL\nterminate called after throwing", "has crashed"),
+    ],
+)
+def test_an_end_that_is_not_clear_is_found(broken, code, text, said):
+    for result in (Result("", text, code), Result(text, "", code)):
+        with pytest.raises(Wrong, match=said):
+            check_clear(broken, result, {"step_000000031.pt"})
+
+
+def test_the_table_counts_the_outcomes_of_each_pair():
+    kill, all_of = plan("kill"), plan("interrupt", to_all=True)
+    restarted = plan("kill", launcher="torchrun", restarts=1)
+    outcomes = [(kill, RESUMED), (kill, RESUMED), (kill, BEGAN_ANEW), (restarted, "went on")]
+    rounds = [Played(plan, outcome, 1.0) for plan, outcome in [(all_of, RESUMED), *outcomes]]
+    head, _, *rows = [line.split("|")[1:-1] for line in table(rounds).splitlines()]
+    assert [cell.strip() for cell in head] == [
+        "fault",
+        "rank",
+        "spawn",
+        "torchrun --max-restarts=1",
+    ]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["kill", "0", "1 began anew, 2 resumed", "1 went on"],
+        ["interrupt", "all", "1 resumed", ""],
+    ]
+
+
+@pytest.mark.full
+def test_an_interrupt_ends_the_rounds_that_are_played(tmp_path):
+    flags = ["--launchers", "spawn", "--faults", "stop", "--rounds", "4", "--jobs", "2"]
+    command = [sys.executable, DRILL, "--seed", SEED, *flags]
+    with Running(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)}) as running:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("drill-*/round*/reached")):
+            assert time.monotonic() < deadline and running.process.poll() is None, running.text()
+            time.sleep(0.05)
+        running.process.send_signal(signal.SIGINT)
+        ended = running.wait(20)  # a stopped rank alone would take longer
+    assert ended.code == 130 and "interrupted" in ended.stdout
+    assert not [process for process in psutil.process_iter(["cwd"]) if at(process, tmp_path)]
+    assert not list(tmp_path.glob("drill-*"))
+
+
+def at(process, folder):
+    return (process.info["cwd"] or "").startswith(str(folder))
 
 
 @pytest.mark.full
@@ -58,6 +165,11 @@ import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal = lambda number, handler: None
 """
+LEAVES = """
+import os, subprocess
+if os.path.exists("struck"):  # when it is started again
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+"""
 
 
 @pytest.mark.full
@@ -66,8 +178,9 @@ signal.signal = lambda number, handler: None
     [
         ("exception", 1, FORGETS, "it was to begin with"),
         ("terminate", 7, DEAF, "exit code 0 without a clear error"),  # to rank 1, as it saves
+        ("exception", 1, LEAVES, "processes left behind: ["),
     ],
-    ids=["does not resume", "is deaf"],
+    ids=["does not resume", "is deaf", "leaves a process"],
 )
 def test_a_job_that_ends_wrong_is_found(tmp_path, fault, number, lines, said):
     script = tmp_path / "broken.py"

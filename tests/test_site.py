@@ -155,3 +155,12 @@ def test_the_reference_names_every_export():
     text = (ROOT / "docs" / "reference.md").read_text()
     named = re.findall(r"^\.\. auto\w+:: ddp_ref\.(\w+)$", text, re.MULTILINE)
     assert sorted(named) == sorted(ddp_ref.__all__)
+
+
+def test_the_reference_has_what_the_pages_use_of_a_handler(site):
+    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.md")]
+    used = {
+        name for page in pages for name in re.findall(r"\bhandler\.([a-z]\w*)", page.read_text())
+    }
+    named = Links(site[2] / "docs" / "reference.html").names
+    assert len(used) > 15 and {f"ddp_ref.Handler.{name}" for name in used} <= named

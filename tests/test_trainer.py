@@ -253,6 +253,7 @@ def check_spread(items, results):
 
 def test_settings_reach_the_handler(tmp_path):
     settings = {"accumulate": 2, "clip_norm": 0.5, "precision": "bf16", "on_nonfinite": "skip"}
+    settings["exchange_every"] = 3
     trainer = TrainerDDP(0, configuration(**settings, seed=3))
     handler = trainer.handler
     assert {name: getattr(handler, name) for name in settings} == settings and handler.seed == 3

@@ -16,7 +16,7 @@ class Callback:
 
     Every rank calls each hook, in the order of the handler's list, so a hook may be collective if
     all ranks make the call. An exception is raised on all ranks, with its type, once they have
-    heard of it: a step after the next exchange. Until then the rank trains on.
+    heard of it: within an epoch a step after the next exchange. Until then the rank trains on.
     """
 
     handler: Any  # the Handler, set when it is given this callback

@@ -1,5 +1,6 @@
 """Checkpoint files: written in one step, checked when read, weights under their bare names."""
 
+import errno
 import os
 import re
 import sys
@@ -55,15 +56,17 @@ def write(path: str | Path, state: Mapping[str, Any]) -> None:
 def read(path: str | Path) -> dict[str, Any]:
     """Return what `write` put at `path`, its tensors on the CPU; no code of the file is run.
 
-    Raises OSError where there is no file to open, DamagedCheckpoint for any other that is not a
-    whole checkpoint: cut short, a bit changed, or with objects that are not plain data.
+    Raises OSError where there is no file to open or it cannot be read, DamagedCheckpoint for one
+    that is not a whole checkpoint: cut short, a bit changed, or with what is not plain data.
     """
     with Path(path).open("rb") as file:
         try:
             _check_sums(file)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # damaged headers lead to any, OSError too
+        except Exception as error:  # damaged headers lead to any, also to places that cannot be
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise  # the disk's, which may be the next minute's no more: the file may be whole
             raise DamagedCheckpoint(
                 f"{path} is not a whole checkpoint: {_reason(error)}"
             ) from error

@@ -83,6 +83,7 @@ class Handler:
     ) -> None:
         wanted = None if device is None else _resolve_device(device)
         backend = "gloo" if wanted and wanted.type == "cpu" else None
+        #: what initialize_ddp returned
         self.info = initialize_ddp(backend=backend, use_distributed=use_distributed)
         if wanted is None or wanted == torch.device(self.info.device.type):  # no index: its own
             self.device = self.info.device
@@ -106,14 +107,19 @@ class Handler:
         self.scheduler = self._optimization.scheduler
         autocast = self._optimization.autocast
         self.objective = Objective(loss_fn, self.metrics, self.device, autocast)
+        #: `model`, in DistributedDataParallel where there are other ranks
         self.model = replicate(model, self.device, self.info.distributed, find_unused_parameters)
         self._bare = bare(self.model)  # for all but training: a forward of DDP's may be collective
         self._run_folder = None if run_dir is None or self.rank else RunFolder(run_dir)
         self.callbacks = self._all_callbacks(callbacks, run_dir)
 
-        self.epoch = self.step = self.position = 0
+        self.epoch = 0  #: how many epochs have ended
+        self.step = 0  #: how many optimizer steps there were, in all epochs
+        self.position = 0  # the batches of this epoch that are done
+        #: the values of each epoch, under names such as "train_loss" and "val_loss"
         self.history: dict[str, list[float]] = {}
-        self.running: dict[str, float] = {}  # means of this epoch, as of the last exchange
+        #: this epoch's "loss" and metrics as the ranks last heard of them; empty until they do
+        self.running: dict[str, float] = {}
         self._sums = self.objective.new_sums()
         self._exchange, self._stopping = Exchange(self.info.distributed), False
         self._generators = Generators(seed, self.rank, self.device)
@@ -213,7 +219,7 @@ class Handler:
                 raise
 
     def stop(self) -> None:
-        """Ask to end training a step after the next exchange: one rank will do (not collective)."""
+        """Ask to end training when the ranks next hear of it: one rank will do (not collective)."""
         self._exchange.requests.stop = True
 
     def validate(self) -> dict[str, float]:
@@ -344,6 +350,8 @@ class Handler:
                 stacklevel=4,
             )
             self.position, self._sums = 0, self.objective.new_sums()
+        if self.position == 0:
+            self.running = {}
         self._data = data
         set_place(self.train_loader, self.epoch, self.position, self.rank)
         if self.position == 0:
@@ -440,7 +448,8 @@ class Handler:
                     f"{NONFINITE}"
                 )
         self._stopping = self._stopping or total.stop
-        self.running = total.means
+        if self.position:  # else it is of no step
+            self.running = total.means
         if total.signalled:
             self._save_and_leave()
 

@@ -202,6 +202,7 @@ CONFIG = Section(
                 "clip_norm": _or_null(Rule("a number above 0", _is_number)),
                 "precision": _one_of("fp32", "bf16", "fp16"),
                 "on_nonfinite": _one_of("raise", "skip"),
+                "exchange_every": _count(1, 10),
             }
         ),
         "validation": Section(EVALUATION | {"validator": Section({"device": DEVICE})}),

@@ -24,7 +24,14 @@ from .randomness import seed_everything
 from .run_folder import LOG_FORMAT
 from .schema import DEFAULT_STOPPING, check_config
 
-HANDLER = ("seed", "accumulate", "clip_norm", "precision", "on_nonfinite")  # keys it also has
+HANDLER = (  # keys it also has
+    "seed",
+    "accumulate",
+    "clip_norm",
+    "precision",
+    "on_nonfinite",
+    "exchange_every",
+)
 FRACTION = 0.1  # of the data, for validation and for testing, where the file does not say
 
 

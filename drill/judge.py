@@ -1,0 +1,64 @@
+"""Say whether a round ended right: nothing is lost, the cause is told, the weights are equal."""
+
+import re
+from collections.abc import Set
+
+import torch
+from harness import Result
+from plan import DAMAGES, KEEP, Plan
+
+from ddp_ref import checkpoint
+
+Weights = dict[str, torch.Tensor]
+CAUSES = {  # in the words of the rank, or of its launcher
+    "kill": "SIGKILL|Killed",
+    "stop": "[Tt]imed out|timeout after|there came no rank|cannot reach the master",
+    "pause": "(?!)",  # it must go on
+    "interrupt": "SIGINT|nterrupt|sending Ctrl-C",
+    "terminate": "ended by a signal at step|SIGTERM|Terminated|got signal: 15",
+    "exception": "RuntimeError: the drill's own on rank",
+    "full disk": "No space left on device",
+}
+CRASH = "terminate called|Fatal Python error|Segmentation fault|SIGSEGV|SIGABRT|core dumped"
+
+
+class Wrong(AssertionError):
+    """A round that did not end right, as harness's own errors are."""
+
+
+def check_kept(before: Set[str], after: Set[str]) -> None:
+    """Raise Wrong where a checkpoint from before the fault is gone, but for newer ones."""
+    newest = sorted(before | after)[-KEEP:]
+    if lost := set(newest) - after:
+        raise Wrong(f"lost {', '.join(sorted(lost))}, left are {sorted(after)}")
+
+
+def check_clear(plan: Plan, broken: Result, whole: Set[str]) -> None:
+    """Raise Wrong unless what was written names the cause and is true, and nothing has crashed.
+
+    A job may only go on in silence where it need not have noticed the fault.
+    """
+    text = broken.stderr + broken.stdout
+    check_no_crash(broken)
+    cause = CAUSES["kill" if plan.fault in DAMAGES else plan.fault]
+    if plan.is_answered:
+        cause = "ended by a signal at step"
+    if (broken.code or plan.must_show) and not re.search(cause, text):
+        raise Wrong(f"exit code {broken.code} without a clear error\n{text}")
+    for step in re.findall(r"ended by a signal at step (\d+)", text):
+        if checkpoint.NAME.format(int(step)) not in whole:
+            raise Wrong(f"no checkpoint of step {step}, at which a signal was answered\n{text}")
+
+
+def check_no_crash(ended: Result) -> None:
+    """Raise Wrong where a process has ended by a fault of the program."""
+    text = ended.stderr + ended.stdout
+    if re.search(CRASH, text):
+        raise Wrong(f"exit code {ended.code}, but something has crashed\n{text}")
+
+
+def check_equal(found: Weights, expected: Weights, what: str) -> None:
+    """Raise Wrong unless both have the same bits."""
+    same = found.keys() == expected.keys()
+    if not same or not all(torch.equal(found[name], expected[name]) for name in expected):
+        raise Wrong(f"{what}: not equal to those of the unbroken run")
