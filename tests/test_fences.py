@@ -57,6 +57,10 @@ WRONG = {
     "more than is shown": ("```console\n$ echo a; echo b\na\n```", r"\$ echo a; echo b\nit prints"),
     "an error": ("```python\n\n1 / 0\n```", 'page_1.py", line 3(.|\n)*ZeroDivisionError'),
     "an exit code": ("```console\n$ false\n```", "exit code 1"),
+    "an exit code after a word": (
+        "```console\n$ echo Error; echo more; false\nError\nmore\n```",
+        "exit code 1",
+    ),
     "an exit": ("```console\n$ exit\n$ echo 1\n1\n```", "session ended"),
     "an end of the interpreter": ("```python\nimport os\nos._exit(3)\n```", "not in"),
     "another language": ("```yaml\na: 1\n```", "'yaml' cannot be run: list it in not-executed.md"),
@@ -99,8 +103,10 @@ def test_what_is_listed_is_left_out(tmp_path):
     row = "| [a page](page.md) | `{}` | needs a GPU | `test_fences.py::test_no_end` |\n"
     text = "```console\n$ false\n```\n```python\nfirst = 1 / 0\n```\n```text\nnever\n```"
     run_page(*page(tmp_path, text, row.format("$ false") + row.format("first =")))
-    with pytest.raises(ValueError, match=r"not there: {'second'}"):
+    with pytest.raises(ValueError, match=r"not there: \['second'\]"):
         run_page(*page(tmp_path, text, row.format("second")))
+    with pytest.raises(SybilFailure, match="exit code 1"):  # a row is of one fence
+        run_page(*page(tmp_path, "```console\n$ false\n```\n" * 2, row.format("$ false")))
 
 
 def test_every_row_is_read_and_names_a_page_and_tests():
