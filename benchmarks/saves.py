@@ -1,18 +1,23 @@
 """`Handler.save` against a bare `torch.save` and fsync of the same state.
 
-Two ranks; rank 0 writes a model and its optimizer's momentum while the other waits. `Handler` also
+Two ranks; rank 0 writes a model and its optimizer's momentum while the other waits. Each save makes
+a new file, as those of a run do, which is removed before the next one begins. `Handler` also
 gathers the random numbers of all ranks, looks for weights that are not finite, reads the file's
-table of contents again, and has the folder's entry written; the file appears in one step.
+table of contents again, and has the folder's entry written; the file appears in one step. It has
+the disk begin before all is written, so that less is left to wait for.
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_by_side import AGAIN, compare, find, side_by_side, timed
+from side_by_side import AGAIN, compare, find, side_by_side, timed, together
 from tables import Table, goal
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -43,21 +48,26 @@ def times_on_rank(folder: Path, rounds: int) -> tuple[dict[str, list[float]], in
     inputs = torch.randn(4, WIDTH)
     handler.set_train_loader(TensorDataset(inputs, inputs), 2)
     handler.train(1)
-    bare_file, our_file = folder / "bare.pt", folder / "ours.pt"
+    paths = (folder / f"{number}.pt" for number in count())
+    sizes: list[int] = []
 
-    def bare() -> None:
+    def bare(path: Path) -> None:
         if info.rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            with bare_file.open("wb") as file:
+            with path.open("wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
         dist.barrier()
 
-    ways = {
-        BARE: timed(bare),
-        BARE + AGAIN: timed(bare),
-        OURS: timed(lambda: handler.save(our_file)),
-    }
-    times = side_by_side(ways, rounds)
-    return times, bare_file.stat().st_size
+    def to_a_new_file(save: Callable[[Path], None]) -> float:
+        path = next(paths)
+        seconds = together(timed(lambda: save(path)))()
+        if info.rank == 0:
+            sizes.append(path.stat().st_size)
+            path.unlink()
+        return seconds
+
+    saves = {BARE: bare, BARE + AGAIN: bare, OURS: handler.save}
+    ways = {name: partial(to_a_new_file, save) for name, save in saves.items()}
+    return side_by_side(ways, rounds), max(sizes, default=0)
