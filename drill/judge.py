@@ -11,11 +11,11 @@ from ddp_ref import checkpoint
 
 Weights = dict[str, torch.Tensor]
 CAUSES = {  # in the words of the rank, or of its launcher
-    "kill": "SIGKILL|Killed",
+    "kill": "SIGKILL|Killed|exitcode: -9",
     "stop": "[Tt]imed out|timeout after|there came no rank|cannot reach the master",
     "pause": "(?!)",  # it must go on
-    "interrupt": "SIGINT|nterrupt|sending Ctrl-C",
-    "terminate": "ended by a signal at step|SIGTERM|Terminated|got signal: 15",
+    "interrupt": "SIGINT|nterrupt|sending Ctrl-C|exitcode: -2",
+    "terminate": "ended by a signal at step|SIGTERM|Terminated|got signal: 15|exitcode: -15",
     "exception": "RuntimeError: the drill's own on rank",
     "full disk": "No space left on device",
 }

@@ -74,6 +74,7 @@ def test_a_checkpoint_that_is_lost_is_found(before, after, lost):
     ("broken", "code", "text"),
     [
         (plan("kill"), -9, "terminated with signal SIGKILL"),
+        (plan("kill", launcher="torchrun", restarts=1), 0, "failed (exitcode: -9) local_rank: 0"),
         (plan("exception"), 1, "RuntimeError: the drill's own on rank 0"),
         (plan("pause"), 0, ""),
         (plan("kill", delay=0.5), 0, ""),  # the rank may have left before
