@@ -93,7 +93,8 @@ class Handler:
             raise ValueError("the open group is nccl's, for CUDA: leave out device, or cleanup_ddp")
         check_count("accumulate", accumulate)
         check_count("exchange_every", exchange_every)
-        self.optimizer, self.metrics = optimizer, dict(metrics or {})
+        self.optimizer = optimizer  #: as it was given
+        self.metrics = dict(metrics or {})
         self.accumulate, self.exchange_every, self.seed = accumulate, exchange_every, seed
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
         self._optimization = Optimization(
