@@ -64,7 +64,8 @@ def times_on_rank(folder: Path, rounds: int) -> tuple[dict[str, list[float]], in
         path = next(paths)
         seconds = together(timed(lambda: save(path)))()
         if info.rank == 0:
-            sizes.append(path.stat().st_size)
+            if save is bare:
+                sizes.append(path.stat().st_size)
             path.unlink()
         return seconds
 

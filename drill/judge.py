@@ -15,7 +15,9 @@ CAUSES = {  # in the words of the rank, or of its launcher
     "stop": "[Tt]imed out|timeout after|there came no rank|cannot reach the master",
     "pause": "(?!)",  # it must go on
     "interrupt": "SIGINT|nterrupt|sending Ctrl-C|exitcode: -2",
-    "terminate": "ended by a signal at step|SIGTERM|Terminated|got signal: 15|exitcode: -15",
+    # torchrun ends the other ranks with "closing signal SIGTERM" after any failure.
+    "terminate": "ended by a signal at step|(?<!closing signal )(?<!via )SIGTERM|Terminated"
+    "|got signal: 15|exitcode: -15",
     "exception": "RuntimeError: the drill's own on rank",
     "full disk": "No space left on device",
 }

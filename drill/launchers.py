@@ -47,9 +47,10 @@ def slurm_environment() -> dict[str, str]:
 
 def host_process() -> int:
     """Return the id of the process under which the local cluster runs rank 0."""
-    noted = Path(slurm_environment().get("SLURM_CONF", "")).parent / "node1" / "pid"
-    if not noted.exists():
-        raise OSError(f"it needs the cluster of make slurm-up: there is no {noted}")
+    found = slurm_environment().get("SLURM_CONF")
+    noted = Path(found).parent / "node1" / "pid" if found else None
+    if noted is None or not noted.exists():
+        raise OSError(f"it needs the cluster of make slurm-up, SLURM_CONF is {found}")
     return int(noted.read_text())
 
 

@@ -57,7 +57,7 @@ def run_page(path: Path, table: Path = NOT_EXECUTED, limit: float = LIMIT) -> No
 
 
 def parse(document: Document, left_out: list[str]) -> Iterator[Region]:
-    """Yield the fences that are run: all but one for each of `left_out`, else ValueError."""
+    """Yield the fences that are run; each of `left_out` keeps one back, or it is a ValueError."""
     unused, before = list(left_out), None
     for region in LEXER(document):
         language, source = region.lexemes["language"].strip(), region.lexemes["source"]

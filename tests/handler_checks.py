@@ -309,6 +309,18 @@ def check_what_is_running_is_of_this_epoch_or_nothing():
     assert handler.running == notes.ends[-1]
 
 
+def check_what_is_running_is_taken_up_with_the_epoch():
+    size, folder = 72 * world_size(), Path("running")
+    first = job(size, 6, callbacks=[Checkpoint(folder, every_steps=7)])
+    first.train(1)
+    first.load(folder / "step_000000007.pt")
+    assert first.running == {}
+    again = job(size, 6, callbacks=[notes := Notes()])
+    again.load(folder / "step_000000007.pt")
+    again.train(1)
+    assert notes.begins[0]["loss"] > again.train_losses[0] > 0
+
+
 class Raises(Callback):
     def __init__(self, rank, hook, step=0):
         self.rank, self.step = rank, step

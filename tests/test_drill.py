@@ -95,6 +95,7 @@ def test_a_clear_end_is_seen(broken, code, text):
         (plan("full disk", "step", 130), 0, "", "exit code 0 without"),
         (plan("pause"), 1, "Timed out", "exit code 1 without"),
         (plan("terminate"), 1, "got signal: 15", "exit code 1 without"),
+        (plan("terminate", "load"), 1, "closing signal SIGTERM", "exit code 1 without"),
         (plan("terminate"), 143, "ended by a signal at step 32", "no checkpoint of step 32"),
         (plan("kill"), 1, "SIGKILL\nterminate called after throwing", "has crashed"),
     ],

@@ -64,9 +64,9 @@ def read(path: str | Path) -> dict[str, Any]:
             _check_sums(file)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # damaged headers lead to any, also to places that cannot be
-            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise  # the disk's, which may be the next minute's no more: the file may be whole
+        except Exception as error:  # damaged headers lead to any
+            if failure := _failure_of_disk(error):
+                raise failure from None  # it may pass, and the file may be whole
             raise DamagedCheckpoint(
                 f"{path} is not a whole checkpoint: {_reason(error)}"
             ) from error
@@ -78,7 +78,8 @@ def read(path: str | Path) -> dict[str, Any]:
 def read_newest(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
     """Return the whole checkpoint with the most steps in `folder`, with its path; None without any.
 
-    Warns of each damaged one that it passes over. Raises DamagedCheckpoint if all are.
+    Warns of each damaged one that it passes over. Raises DamagedCheckpoint if all are, OSError
+    where the disk fails: that says nothing about the file, and no older one is taken.
     """
     paths = numbered(folder)
     for path in reversed(paths):
@@ -245,6 +246,16 @@ def _check_sums(file: BinaryIO) -> None:
         told = archive.comment.removeprefix(MARK)
         if told != archive.comment and _contents_sum(archive, file) != int(told, 16):
             raise RuntimeError("wrong checksum of the table of contents")
+
+
+def _failure_of_disk(error: BaseException | None) -> OSError | None:
+    """Return what the disk said, if `error` came of it: zipfile makes another error of some."""
+    while error is not None:
+        # EINVAL is of a place before the file's beginning, to which damaged headers lead.
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _check_readable(path: Path) -> None:

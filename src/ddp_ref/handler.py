@@ -119,7 +119,7 @@ class Handler:
         self.position = 0  # the batches of this epoch that are done
         #: the values of each epoch, under names such as "train_loss" and "val_loss"
         self.history: dict[str, list[float]] = {}
-        #: this epoch's "loss" and metrics as the ranks last heard of them; empty until they do
+        #: this epoch's "loss" and metrics as the ranks last heard of them; {} until they do
         self.running: dict[str, float] = {}
         self._sums = self.objective.new_sums()
         self._exchange, self._stopping = Exchange(self.info.distributed), False
@@ -268,7 +268,7 @@ class Handler:
 
         An empty or absent folder is a fresh start. Rank 0 reads. At the world size that saved,
         training goes on bit for bit; at another, each unseen sample of the epoch comes once.
-        Raises FileNotFoundError, DamagedCheckpoint, ValueError where it does not fit this Handler.
+        Raises OSError where it cannot be read, DamagedCheckpoint, ValueError where it does not fit.
         """
         found = self._on_rank_0(lambda: find(path), broadcast=True)
         if found is None:
@@ -282,7 +282,7 @@ class Handler:
             part.load_state_dict(state[name])
         for name in ("epoch", "step", "position", "history"):
             setattr(self, name, state[name])
-        self._data = state["data"]
+        self._data, self.running = state["data"], {}
         self._optimization.skipped = state["skipped"]
         self._load_ranks(state["ranks"])
         self.log(f"{where}: epoch {self.epoch}, step {self.step}")
