@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,14 @@ def run(
     """Run a command to its end in `cwd`; fail past `timeout` seconds or if it leaves a process."""
     with Running(*command, cwd=cwd, env=env) as running:
         return running.wait(timeout)
+
+
+def wait_until(condition: Callable[[], object], timeout: float = 60) -> None:
+    """Return once `condition` is true; fail after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{condition} did not come true"
+        time.sleep(0.05)
 
 
 def torchrun(nproc: int, *script: str | Path, restarts: int = 0) -> list[str | Path]:

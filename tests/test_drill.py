@@ -2,11 +2,10 @@
 
 import signal
 import sys
-import time
 
 import psutil
 import pytest
-from harness import ROOT, SCRIPTS, Result, Running, run
+from harness import ROOT, SCRIPTS, Result, Running, run, wait_until
 from judge import Wrong, check_clear, check_kept
 from plan import Plan
 from report import table
@@ -34,10 +33,8 @@ def test_a_round_that_is_not_possible_is_left_out_and_no_other_changes(tmp_path)
     faults = ["--plan", "--faults", "kill", "flip"]
     ended = drill(tmp_path, *faults, "--rounds", "30", **nowhere)
     reason, *rounds = ended.stdout.splitlines()
-    assert (
-        reason.startswith("left out: srun: it needs the cluster of make slurm-up")
-        and len(rounds) == 30
-    )
+    assert reason.startswith("left out: srun: it needs the cluster of make slurm-up")
+    assert len(rounds) == 30
     assert not any("srun" in line for line in rounds)
     numbers = [int(line.split()[1]) for line in rounds]
     missing = min(set(range(1, 31)) - set(numbers))
@@ -129,10 +126,12 @@ def test_an_interrupt_ends_the_rounds_that_are_played(tmp_path):
     flags = ["--launchers", "spawn", "--faults", "stop", "--rounds", "4", "--jobs", "2"]
     command = [sys.executable, DRILL, "--seed", SEED, *flags]
     with Running(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)}) as running:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("drill-*/round*/reached")):
-            assert time.monotonic() < deadline and running.process.poll() is None, running.text()
-            time.sleep(0.05)
+
+        def reached():
+            assert running.process.poll() is None, running.text()
+            return list(tmp_path.glob("drill-*/round*/reached"))
+
+        wait_until(reached, timeout=120)
         running.process.send_signal(signal.SIGINT)
         ended = running.wait(20)  # a stopped rank alone would take longer
     assert ended.code == 130 and "interrupted" in ended.stdout

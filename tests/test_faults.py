@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import Running, run, torchrun
+from harness import Running, run, torchrun, wait_until
 
 SCRIPT = Path(__file__).with_name("fault_ranks.py")
 EVERY = [(world, worker) for world in (2, 3) for worker in range(world)]
@@ -162,13 +162,6 @@ def test_a_stopped_rank_is_waited_for_unless_max_wait_is_set(world, worker, tmp_
 def test_under_torchrun_a_death_ends_all_and_leaves_nothing(tmp_path):
     result = run(*torchrun(3, SCRIPT, "dies", "SIGKILL", "1"), cwd=tmp_path)
     assert result.code == 1 and "SIGKILL" in result.stderr.upper()
-
-
-def wait_until(condition, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"{condition} did not come true"
-        time.sleep(0.05)
 
 
 def reports(folder: Path, rank: int) -> list[dict]:

@@ -351,12 +351,11 @@ class Handler:
                 stacklevel=4,
             )
             self.position, self._sums = 0, self.objective.new_sums()
-        if self.position == 0:
-            self.running = {}
         self._data = data
         set_place(self.train_loader, self.epoch, self.position, self.rank)
         if self.position == 0:
             self._generators.restore()
+            self.running = {}
 
     def _windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step that is left of the epoch."""
