@@ -29,7 +29,7 @@ ROW = re.compile(
 )
 DIRECTIVES = ("{eval-rst}", "{literalinclude}")
 PROJECT = ("Makefile", "datautils.py", "notebooks", "scripts", "src")
-LIMIT = 120.0  # seconds for a fence
+LIMIT = 240.0  # seconds for a fence
 
 
 def pages() -> list[Path]:

@@ -70,7 +70,7 @@ class Running:
         """Return every live process of this run, wherever it has moved."""
         return marked(self.mark)
 
-    def wait(self, timeout: float = 120) -> Result:
+    def wait(self, timeout: float = 240) -> Result:
         """Return the result; past `timeout` seconds everything is killed and the test fails."""
         try:
             code = self.process.wait(timeout)
@@ -119,7 +119,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def run(
-    *command: str | Path, cwd: Path, timeout: float = 120, env: dict[str, str] | None = None
+    *command: str | Path, cwd: Path, timeout: float = 240, env: dict[str, str] | None = None
 ) -> Result:
     """Run a command to its end in `cwd`; fail past `timeout` seconds or if it leaves a process."""
     with Running(*command, cwd=cwd, env=env) as running:

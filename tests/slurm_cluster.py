@@ -48,7 +48,7 @@ class Cluster:
         """Return the variables by which local_cluster.sh knows it."""
         return {"LOCAL_CLUSTER": self.name, "LOCAL_CLUSTER_NET": self.net}
 
-    def run(self, *command: str | Path, cwd: Path, timeout: float = 120) -> Result:
+    def run(self, *command: str | Path, cwd: Path, timeout: float = 240) -> Result:
         """Run a client of Slurm, such as srun, to its end."""
         return run(*command, cwd=cwd, timeout=timeout, env=self.env)
 
@@ -92,7 +92,7 @@ class Job:
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
-    def wait_until(self, *states: str, timeout: float = 120) -> dict[str, str]:
+    def wait_until(self, *states: str, timeout: float = 240) -> dict[str, str]:
         """Return the fields once the job is in one of `states`."""
         deadline = time.monotonic() + timeout
         while (fields := self.fields())["JobState"] not in states:
@@ -102,7 +102,7 @@ class Job:
             time.sleep(0.1)
         return fields
 
-    def wait_for(self, text: str, timeout: float = 120, times: int = 1) -> None:
+    def wait_for(self, text: str, timeout: float = 240, times: int = 1) -> None:
         """Wait until the log holds `text`, that many `times`."""
         deadline = time.monotonic() + timeout
         while self.text().count(text) < times:

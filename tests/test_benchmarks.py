@@ -161,9 +161,10 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # startup: two minutes where nothing else runs
 @pytest.mark.parametrize("name", ["saves", "startup", "scaling", "knobs", "finale"])
 def test_a_benchmark_that_needs_no_peer_runs_and_its_weights_agree(tmp_path, name):
-    ended = run(sys.executable, BENCH, name, "--rounds=1", cwd=tmp_path)
+    ended = run(sys.executable, BENCH, name, "--rounds=1", cwd=tmp_path, timeout=840)
     assert ended.code == 0, ended.stderr
     assert " median | " in ended.stdout and "ratio to " in ended.stdout
 

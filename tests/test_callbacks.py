@@ -19,7 +19,7 @@ from ddp_ref import (
     run_ranks,
 )
 
-LIMIT = timedelta(minutes=2)
+LIMIT = timedelta(minutes=4)
 
 
 class Notes(Callback):

@@ -36,7 +36,7 @@ def model(script):
     return model
 
 
-def train(folder, *command, timeout=120):
+def train(folder, *command, timeout=240):
     """Run a command to its end in `folder` and return what it printed."""
     folder.mkdir(exist_ok=True)
     ended = run(*command, cwd=folder, timeout=timeout)

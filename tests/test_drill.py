@@ -16,7 +16,7 @@ SEED = "5"
 
 
 def drill(folder, *flags, **env):
-    return run(sys.executable, DRILL, "--seed", SEED, *flags, cwd=folder, timeout=280, env=env)
+    return run(sys.executable, DRILL, "--seed", SEED, *flags, cwd=folder, timeout=540, env=env)
 
 
 def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
@@ -131,7 +131,7 @@ def test_an_interrupt_ends_the_rounds_that_are_played(tmp_path):
             assert running.process.poll() is None, running.text()
             return list(tmp_path.glob("drill-*/round*/reached"))
 
-        wait_until(reached, timeout=120)
+        wait_until(reached, timeout=240)
         running.process.send_signal(signal.SIGINT)
         ended = running.wait(20)  # a stopped rank alone would take longer
     assert ended.code == 130 and "interrupted" in ended.stdout

@@ -23,7 +23,7 @@ from ddp_ref.batches import move
 from ddp_ref.exchange import Exchange, Sums, caught_signals
 
 SCRIPT = "handler_checks.py"
-LIMIT = timedelta(minutes=2)
+LIMIT = timedelta(minutes=4)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))

@@ -15,7 +15,7 @@ from ddp_ref import Callback, Checkpoint, LearningRateMonitor, run_ranks
 from ddp_ref.plotting import _figure
 from ddp_ref.run_folder import write_history
 
-LIMIT = timedelta(minutes=2)
+LIMIT = timedelta(minutes=4)
 LINE = re.compile(r"\[RANK 0\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ddp_ref\.handler: (.+)")
 
 

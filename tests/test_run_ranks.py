@@ -20,7 +20,7 @@ from harness import Running, run
 from ddp_ref import run_ranks
 from ddp_ref.initialize import initialize_ddp
 
-LIMIT = timedelta(minutes=2)  # a test that hangs fails with a TimeoutError that names the ranks
+LIMIT = timedelta(minutes=4)  # a test that hangs fails with a TimeoutError that names the ranks
 Point = namedtuple("Point", "x y")
 
 

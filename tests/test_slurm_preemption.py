@@ -174,7 +174,6 @@ def test_multinode_slurm_goes_on_from_the_last_epoch(cluster, tmp_path):
 
 
 @pytest.mark.first
-@pytest.mark.timeout(600)
 def test_a_cut_link_is_an_error_and_the_job_goes_on_when_it_is_back(unbroken, tmp_path):
     """The rank that is left raises after parallel.timeout; Slurm gives up the host after 30 s."""
     folder = project_folder(tmp_path / "project")

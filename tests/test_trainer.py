@@ -18,7 +18,7 @@ from training_job import Points, accuracy, network
 
 from ddp_ref import TrainerDDP, run_ranks
 
-LIMIT = timedelta(minutes=2)
+LIMIT = timedelta(minutes=4)
 
 # The guide's sections and keys, all of them; its calls, in its order.
 CONFIG = """
