@@ -1,6 +1,7 @@
 """Say whether a round ended right: nothing is lost, the cause is told, the weights are equal."""
 
 import re
+import signal
 from collections.abc import Set
 
 import torch
@@ -21,6 +22,7 @@ CAUSES = {  # in the words of the rank, or of its launcher
     "exception": "RuntimeError: the drill's own on rank",
     "full disk": "No space left on device",
 }
+ANSWERED = 128 + signal.SIGTERM  # the exit code, but torchrun has its own
 CRASH = "terminate called|Fatal Python error|Segmentation fault|SIGSEGV|SIGABRT|core dumped"
 
 
@@ -47,9 +49,10 @@ def check_clear(plan: Plan, broken: Result, whole: Set[str]) -> None:
         cause = "ended by a signal at step"
     if (broken.code or plan.must_show) and not re.search(cause, text):
         raise Wrong(f"exit code {broken.code} without a clear error\n{text}")
-    for step in re.findall(r"ended by a signal at step (\d+)", text):
-        if checkpoint.NAME.format(int(step)) not in whole:
-            raise Wrong(f"no checkpoint of step {step}, at which a signal was answered\n{text}")
+    if plan.is_answered and plan.launcher != "torchrun" and broken.code != ANSWERED:
+        raise Wrong(f"exit code {broken.code}, not {ANSWERED}, after a signal\n{text}")
+    steps = re.findall(r"ended by a signal at step (\d+)", text)
+    check_kept({checkpoint.NAME.format(int(step)) for step in steps}, whole)
 
 
 def check_no_crash(ended: Result) -> None:

@@ -83,9 +83,10 @@ class Job:
         line = command(plan.launcher, plan.restarts)
         moment: Moment = {"rank": plan.rank, "place": plan.place, "nth": plan.nth}
         broken = self._break(plan, line, folder, moment, checkpoints)
-        if broken.code == 0 and plan.fault not in DAMAGES:
+        if broken.code == 0:
             _check_final(checkpoints, self.unbroken, broken)
-            return WENT_ON
+            if plan.fault not in DAMAGES:
+                return WENT_ON
         (checkpoints / FILLER).unlink(missing_ok=True)
         warned = plan.fault in DAMAGES and _damage(plan, checkpoints)
         whole = _whole(checkpoints)
@@ -96,6 +97,7 @@ class Job:
         start = f"{max(whole)}: epoch " if whole else f"no checkpoint in {CHECKPOINTS}"
         if start not in resumed.stderr or (PASSED_OVER in resumed.stderr) != warned:
             raise Wrong(f"it was to begin with {start!r}, warned: {warned}\n{resumed.stderr}")
+        check_kept(whole, _whole(checkpoints))
         _check_final(checkpoints, self.unbroken, resumed)
         return RESUMED if whole else BEGAN_ANEW
 

@@ -94,7 +94,8 @@ class GPT(nn.Module):
     """Predict the next character from up to `block_size` before it.
 
     A checkpoint holds what it was made with, as the text differs between versions of Python:
-    `state = torch.load(path)["model"]`, `GPT(**state["_extra_state"])`, `load_state_dict(state)`.
+    `state = torch.load(path, weights_only=True)["model"]`, `GPT(**state["_extra_state"])`, and
+    `load_state_dict(state)`.
     """
 
     def __init__(self, vocabulary, n_layer, n_head, n_embd, block_size):

@@ -77,10 +77,13 @@ def test_a_checkpoint_that_is_lost_is_found(before, after, lost):
         (plan("kill", delay=0.5), 0, ""),  # the rank may have left before
         (plan("full disk", "save", 6), 0, ""),  # it was the last
         (plan("terminate"), 143, "ended by a signal at step 31"),
+        (plan("terminate", launcher="torchrun"), 1, "ended by a signal at step 31"),
+        # It was started again, has gone on, and newer checkpoints have taken the place.
+        (plan("terminate", launcher="torchrun", restarts=1), 0, "ended by a signal at step 30"),
     ],
 )
 def test_a_clear_end_is_seen(broken, code, text):
-    check_clear(broken, Result("", text, code), {"step_000000031.pt"})
+    check_clear(broken, Result("", text, code), {f"step_00000003{n}.pt" for n in (1, 2, 3)})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,8 @@ def test_a_clear_end_is_seen(broken, code, text):
         (plan("pause"), 1, "Timed out", "exit code 1 without"),
         (plan("terminate"), 1, "got signal: 15", "exit code 1 without"),
         (plan("terminate", "load"), 1, "closing signal SIGTERM", "exit code 1 without"),
-        (plan("terminate"), 143, "ended by a signal at step 32", "no checkpoint of step 32"),
+        (plan("terminate"), 143, "ended by a signal at step 32", "lost step_000000032.pt"),
+        (plan("terminate"), 1, "ended by a signal at step 31", "exit code 1, not 143"),
         (plan("kill"), 1, "SIGKILL\nterminate called after throwing", "has crashed"),
     ],
 )
