@@ -331,6 +331,65 @@ class Raises(Callback):
             raise KeyError("of a callback")
 
 
+class Evaluates(Callback):
+    def on_epoch_end(self):
+        if self.handler.rank == 0:
+            self.handler.evaluate([(torch.zeros(4, 3), torch.zeros(4).long())])
+
+
+def check_an_error_of_one_ranks_own_evaluation_is_raised_on_all():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        job(8, 2, callbacks=[Evaluates()]).train(1)
+    job(8, 2).train(1)  # the group is usable
+
+
+def check_a_handler_of_one_rank_alone_makes_no_collective_call():
+    def alone():
+        if rank() == 0:
+            handler = job(9, 3, use_distributed=False)
+            handler.set_val_loader(Points(9), 3)
+            handler.train(1)
+            assert len(handler.predict(Points(5), 3)) == 5
+
+    assert not gloo_calls(alone)
+
+
+class Signal(Callback):
+    """Send the last rank SIGTERM at the end of the second epoch."""
+
+    epochs = 0
+
+    def on_epoch_end(self):
+        self.epochs += 1
+        if self.epochs == 2 and rank() == world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class CountsEpochs(Callback):
+    epochs = 0
+
+    def on_epoch_end(self):
+        self.epochs += 1
+
+
+def check_all_callbacks_are_called_before_a_signal_ends_training():
+    """It is heard in the first of the two saves of the epoch."""
+    folder, counts = Path("signalled"), CountsEpochs()
+    keeper = Checkpoint(folder, monitor="train_loss")
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    handler = job(24 * world_size(), 2, callbacks=[Signal(), keeper, counts])
+    try:
+        with pytest.raises(SystemExit):
+            handler.train(3)
+    finally:
+        signal.signal(signal.SIGTERM, before[0]), signal.signal(signal.SIGUSR1, before[1])
+    assert counts.epochs == handler.epoch == 2
+    assert handler.train_losses[1] < handler.train_losses[0]
+    best = job(24 * world_size(), 2)
+    best.load(folder / "best.pt")
+    assert best.epoch == 2
+
+
 class Counts(Callback):
     calls = 0
 
@@ -456,6 +515,44 @@ def check_a_sampler_of_the_users_is_told_the_epoch_and_resumed():
         handler = job(size, 4)  # whose position is counted otherwise
         handler.load("7.pt")
         handler.train(3)
+
+
+def check_a_samplers_random_data_goes_on_with_the_same_numbers():
+    """What is passed over on the way to a position draws its numbers once more."""
+    size = 20 * world_size()
+
+    def noisy(**options):
+        model = network(dropout=0.3)
+        return job(size, 4, model=model, noise=0.5, loader=distributed_sampler(size), **options)
+
+    whole = noisy(callbacks=[SaveEach()])
+    whole.train(2)
+    handler = noisy()
+    handler.load("7.pt")
+    assert handler.steps_left == 3
+    handler.train(2)
+    assert torch.equal(flat(handler.model), flat(whole.model))
+
+
+class StepsLeft(Callback):
+    def __init__(self):
+        self.found = []
+
+    def on_epoch_start(self):
+        self.found.append(self.handler.steps_left)
+
+    on_step_end = on_epoch_start
+
+
+def check_the_steps_that_are_left_are_counted():
+    size = 11 * world_size()  # six batches of two, the last of one
+    for loader in ({}, distributed_sampler(size)):
+        handler = job(size, 2, accumulate=2, loader=loader, callbacks=[left := StepsLeft()])
+        handler.train(1)
+        assert left.found == [3, 2, 1, 0]
+    handler = job(size, 2, loader={"drop_last": True}, callbacks=[left := StepsLeft()])
+    handler.train(1)
+    assert left.found == [5, 4, 3, 2, 1, 0]
 
 
 class Normed(nn.Sequential):

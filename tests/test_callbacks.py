@@ -152,6 +152,9 @@ def test_checkpoints_are_kept_and_the_best_of_them(tmp_path):
         handler.train(2)
         numbers = range(2, 2 * steps + 1, 2)
         assert names("steps") == [f"step_{number:09}.pt" for number in numbers]
+        last = job(12, 2)
+        last.load(tmp_path / "steps")  # not as the last step has left it, but the epoch's end
+        assert last.epoch == 2 and last.history == handler.history
         return True
 
     assert run_ranks(work, nproc=2, timeout=LIMIT) == [True, True]

@@ -267,6 +267,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
 def test_what_is_written_is_read(tmp_path):
     config = read(LEAST, tmp_path, overrides=["training.optimizer_kwargs.lr=1e-7"])
     config["model"]["kwargs"] = {"dtype": torch.float64}
+    config["training"]["path"] = "5e10"  # a text, as a revision may be
     dump_config(config, tmp_path / "new" / "b.yaml")
     assert load_config(tmp_path / "new" / "b.yaml", ALLOW) == config
 

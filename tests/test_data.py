@@ -170,6 +170,21 @@ def test_a_collate_fn_is_given_the_items_of_a_tensor_dataset():
     assert [item for batch in loader for item in batch] == expected
 
 
+def test_what_a_collate_fn_draws_depends_on_seed_epoch_and_samples_alone():
+    def mixed(items):
+        return torch.rand(())
+
+    def drawn(rank=0, epoch=0, seed=0, **options):
+        shard = {"rank": rank, "world_size": 2, "seed": seed}
+        loader = train_loader(images(), 2, **shard, collate_fn=mixed, **options)
+        loader.sampler.start(epoch)
+        return tuple(number.item() for number in loader)
+
+    found = [drawn(), drawn(rank=1), drawn(epoch=1), drawn(seed=7)]
+    assert len({number for numbers in found for number in numbers}) == sum(map(len, found))
+    assert drawn(rank=1, epoch=1) == drawn(rank=1, epoch=1, num_workers=2)
+
+
 def test_a_tensor_dataset_that_draws_is_seeded():
     class Augmented(TensorDataset):
         def __getitem__(self, index):
@@ -316,10 +331,17 @@ ENDING = """
 import sys, torch.multiprocessing
 from ddp_ref.data import train_loader
 
+class Items(list):
+    def __getitem__(self, index):
+        if index == 7 and sys.argv[1] == "deaf":
+            sum(range(10**13))  # a call of C's, in which no handler runs
+        return super().__getitem__(index)
+
 def rank(number=0):
     global loader
     options = {"num_workers": 2, "persistent_workers": sys.argv[1] == "persistent"}
-    loader = train_loader([1.0] * 50, 2, rank=0, world_size=1, **options)
+    options["timeout"] = 3 if sys.argv[1] == "deaf" else 0
+    loader = train_loader(Items([1.0] * 50), 2, rank=0, world_size=1, **options)
     for number, batch in enumerate(loader):
         if number == 3 and sys.argv[1] == "failing":
             raise KeyError("of an item")  # its traceback holds the iterator, and so the workers
@@ -329,14 +351,15 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["failing", "persistent"])
+@pytest.mark.parametrize("how", ["failing", "persistent", "deaf"])
 @pytest.mark.parametrize("started", ["alone", "spawned"])
 def test_workers_that_are_left_do_not_keep_their_rank_from_ending(tmp_path, how, started):
     """multiprocessing ends them by SIGTERM, which they else leave to the rank."""
     (tmp_path / "script.py").write_text(ENDING)
     ended = run(sys.executable, "script.py", how, started, cwd=tmp_path, timeout=60)
-    assert ended.code == (how == "failing"), ended.stderr
-    assert ("KeyError" in ended.stderr) == (how == "failing")
+    said = {"failing": "KeyError", "persistent": "", "deaf": "DataLoader timed out after 3 seconds"}
+    assert ended.code == (how != "persistent"), ended.stderr
+    assert said[how] in ended.stderr and bool(said[how]) == ("Error" in ended.stderr)
 
 
 class Draws:

@@ -517,6 +517,83 @@ def test_batches_of_many_kinds():
     assert handler.predict(Points(7), 3).shape == (7,)  # also of the last batch, of one
 
 
+def test_callbacks_are_all_called_before_a_signal_ends_training_within_an_epoch(tmp_path):
+    """Each step's exchange is within a save."""
+
+    class Kills(Callback):
+        def on_step_end(self):
+            if self.handler.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    class Follows(Callback):
+        steps = ()
+
+        def on_step_end(self):
+            self.steps += (self.handler.step,)
+
+    follows = Follows()
+    callbacks = [Kills(), Checkpoint(tmp_path, every_steps=1, keep=9), follows]
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    try:
+        with pytest.raises(SystemExit):
+            job(callbacks=callbacks).train(1)
+    finally:
+        signal.signal(signal.SIGTERM, before[0]), signal.signal(signal.SIGUSR1, before[1])
+    assert follows.steps == (1, 2, 3)
+    assert len(list(tmp_path.glob("step_*.pt"))) == 3
+
+
+def test_an_empty_batch_of_several_is_named():
+    batches = []
+
+    def second_empty(samples):
+        batches.append(samples)
+        inputs, targets = torch.utils.data.default_collate(samples)
+        return (inputs[:0], targets[:0]) if len(batches) == 2 else (inputs, targets)
+
+    with pytest.raises(ValueError, match="a batch has no samples"):
+        job(12, 3, accumulate=2, loader={"collate_fn": second_empty}).train(1)
+
+
+def test_parameters_that_are_not_the_models_are_refused():
+    model, loss_fn = nn.Linear(4, 2), nn.PReLU()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()])
+    with pytest.raises(ValueError, match="1 of the optimizer's 3 parameters are not the model's"):
+        Handler(model, optimizer, loss_fn)
+
+
+def test_a_buffer_that_is_not_saved_may_be_anything(tmp_path):
+    model = network()
+    model.register_buffer("cache", torch.full((2,), torch.nan), persistent=False)
+    handler = job(model=model)
+    handler.save(tmp_path / "a.pt")
+    model.register_buffer("mean", torch.full((2,), torch.nan))
+    with pytest.raises(FloatingPointError, match="mean is not a number"):
+        handler.save(tmp_path / "a.pt")
+
+
+def test_steps_that_a_scaler_leaves_out_are_not_taken():
+    """As the first ones under fp16; the scaler also works on the CPU."""
+    model = network()
+    before = flat(model)
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "step"
+
+    handler = job(9, 3, model=model, scheduler=schedule)
+    scale = 2.0**127
+    handler._optimization.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    handler.objective.loss_fn = lambda outputs, targets: 1000 * outputs.square().mean()
+    handler.train(1)
+    assert torch.equal(flat(model), before)
+    assert handler.skipped == handler.step == 3
+    assert handler.optimizer.param_groups[0]["lr"] == 0.1
+    assert handler._optimization.scaler.get_scale() == scale / 2**3
+    handler.objective.loss_fn = lambda outputs, targets: outputs.mean() * torch.nan
+    with pytest.raises(FloatingPointError, match="a loss of epoch 2 is not finite"):
+        handler.train(2)
+
+
 def test_lbfgs_is_refused():
     model = nn.Linear(4, 2)
     with pytest.raises(ValueError, match="LBFGS runs the model several times a step"):

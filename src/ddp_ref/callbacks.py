@@ -111,7 +111,7 @@ class Checkpoint(Callback):
         self.every_epochs, self.every_steps, self.keep = every_epochs, every_steps, keep
 
     def on_train_start(self) -> None:
-        self._saved_step = self.handler.step
+        self._saved = self.handler.step, self.handler.epoch
         if self.handler.rank == 0:
             sweep(self.folder)
             later = [path for path in numbered(self.folder) if step_of(path) > self.handler.step]
@@ -136,11 +136,14 @@ class Checkpoint(Callback):
                 self.handler.save(self.folder / "best.pt")
 
     def on_train_end(self) -> None:
-        if self._saved_step != self.handler.step:  # the last epochs, or the steps before a stop
+        if self._saved != (
+            self.handler.step,
+            self.handler.epoch,
+        ):  # the last epochs, or the steps before a stop
             self._save()
 
     def _save(self) -> None:
-        step = self._saved_step = self.handler.step
+        step, _ = self._saved = self.handler.step, self.handler.epoch
         self.handler.save(self.folder / NAME.format(step))
         self.handler.log(f"saved {self.folder / NAME.format(step)}")
         if self.handler.rank == 0:

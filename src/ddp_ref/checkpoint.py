@@ -154,13 +154,16 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def check_finite(model: nn.Module) -> None:
-    """Raise FloatingPointError for weights that no training comes back from."""
+    """Raise FloatingPointError for weights, to be saved, that no training comes back from."""
+    saved = model.state_dict().keys()
     for name, parameter in model.named_parameters():
         # The sum is one number to look at; that of finite ones may be too large, too.
         if not torch.isfinite(parameter.sum()) and not torch.isfinite(parameter).all():
             raise FloatingPointError(f"{name} is not finite: it is not saved, load an earlier one")
     for name, buffer in model.named_buffers():
-        if torch.isnan(buffer).any():  # an infinite one may be meant, such as a mask
+        if (
+            name in saved and torch.isnan(buffer).any()
+        ):  # an infinite one may be meant, such as a mask
             raise FloatingPointError(
                 f"{name} is not a number: it is not saved, load an earlier one"
             )

@@ -28,7 +28,11 @@ TAG = "!pyobject"
 # commands or unpickle their arguments.
 TORCH = ("torch.nn", "torch.optim", "torch.utils.data.dataset")  # datapipes unpickle
 PARTS = (nn.Module, Optimizer, LRScheduler, Dataset)
-EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")  # a string to YAML 1.1
+FLOAT = (  # what YAML 1.1 takes for a string, such as 1e-3; for add_implicit_resolver
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def load_config(
@@ -90,7 +94,7 @@ def get_loader(allow: Sequence[str] = ALLOW) -> type:
 
     Loader.add_constructor(TAG, construct)
     Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789"))
+    Loader.add_implicit_resolver(*FLOAT)
     return Loader
 
 
@@ -105,6 +109,7 @@ def dump_config(config: Any, path: str | Path) -> None:
         home = "" if isinstance(value, torch.dtype) else f"{_home(value)}."
         return dumper.represent_scalar(TAG, home + getattr(value, "__qualname__", str(value)))
 
+    Dumper.add_implicit_resolver(*FLOAT)  # so that a text such as 1e5 gets quotes
     Dumper.add_multi_representer(object, named)
     replace_text(Path(path), yaml.dump(config, Dumper=Dumper, sort_keys=False))
 

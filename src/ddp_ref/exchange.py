@@ -208,7 +208,8 @@ def caught_signals(into: list[int]) -> Iterator[None]:
     A collective in a signal handler would deadlock. When the block exits the process, the signals
     are ignored from then on: launchers repeat SIGTERM, and it must not cut the exit short. One
     that came too late for the block to answer is raised again behind it, but not behind an
-    exception, whose traceback it would cut short.
+    exception, whose traceback it would cut short. Of the handlers from before only Python's are
+    taken up again, not those in C, such as faulthandler's.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -5,6 +5,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +25,11 @@ from .evaluation import evaluating, outputs_in_order
 from .exchange import Exchange, Value, caught_signals
 from .initialize import _resolve_device, initialize_ddp
 from .objective import Objective
-from .optimization import Optimization
+from .optimization import Optimization, check_parameters
 from .plotting import plot_losses, plot_metrics
 from .position import (
     batches_from,
+    batches_left,
     check_same_data,
     data_of,
     has_known_order,
@@ -58,7 +60,8 @@ class Handler:
     a checkpoint, unless a Checkpoint callback has its own folder. Checkpoints are also what a
     signal that ends training leaves.
     `find_unused_parameters` is DDP's; None: if DDP_FIND_UNUSED_PARAMETERS is 1 or true.
-    Raises ValueError for a setting that this device or package does not have.
+    Raises ValueError for a setting that this device or package does not have, and for an optimizer
+    of parameters that are not the model's.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Handler:
         self.scheduler = self._optimization.scheduler
         autocast = self._optimization.autocast
         self.objective = Objective(loss_fn, self.metrics, self.device, autocast)
+        check_parameters(optimizer, model)
         #: `model`, in DistributedDataParallel where there are other ranks
         self.model = replicate(model, self.device, self.info.distributed, find_unused_parameters)
         self._bare = bare(self.model)  # for all but training: a forward of DDP's may be collective
@@ -122,7 +126,8 @@ class Handler:
         #: this epoch's "loss" and metrics as the ranks last heard of them; {} until they do
         self.running: dict[str, float] = {}
         self._sums = self.objective.new_sums()
-        self._exchange, self._stopping = Exchange(self.info.distributed), False
+        self._exchange = Exchange(self.info.distributed)
+        self._stopping = self._signalled = False
         self._generators = Generators(seed, self.rank, self.device)
         self._data: dict[str, int | None] = {}  # what the epoch was begun with
         self._rehearsed = True
@@ -167,8 +172,10 @@ class Handler:
     @property
     def steps_left(self) -> int | None:
         """The optimizer steps to the end of this epoch; None for a stream, which has no length."""
-        batches = _length(self.train_loader)
-        return None if batches < 0 else -(-batches // self.accumulate)
+        if self.train_loader is None:
+            return None
+        batches = batches_left(self.train_loader, self.position)
+        return None if batches is None else -(-batches // self.accumulate)
 
     def set_train_loader(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> None:
         """Train on `dataset`, the same on all ranks, `batch_size` samples a rank and batch.
@@ -184,9 +191,8 @@ class Handler:
             seed=self.seed,
             **loader,
         )
-        lengths = {"items": _length(dataset), "batches": _length(self.train_loader)}
-        check_same(self.device, **lengths)
-        if self.steps_left == 0:
+        self._check_same(items=_length(dataset), batches=_length(self.train_loader))
+        if batches_left(self.train_loader, position=0) == 0:
             raise ValueError(
                 f"an epoch has no batch: {batch_size} samples a batch are too many for this data, "
                 "or leave out drop_last"
@@ -260,7 +266,7 @@ class Handler:
         finite: such are never saved.
         """
         self._generators.start()
-        self._meet()
+        self._meet(leave=False)  # a callback calls it, and others come after that one
         self._write(path)
 
     def load(self, path: str | Path) -> None:
@@ -310,7 +316,8 @@ class Handler:
 
     def _begin(self) -> None:
         self._generators.start()
-        self._exchange, self._stopping = Exchange(self.info.distributed), False
+        self._exchange = Exchange(self.info.distributed)
+        self._stopping = self._signalled = False
         if self._save_folder() is None:
             self.log("no Checkpoint callback and no run_dir: a signal will end it without a save")
 
@@ -369,7 +376,7 @@ class Handler:
         """Take one optimizer step with the mean over the samples of all batches in `window`."""
         counts = [samples_in(pair(batch)[1]) for batch in window]
         total = sum(counts)
-        if not total:
+        if not all(counts):
             raise ValueError("a batch has no samples: let the collate_fn leave at least one")
         if not self._rehearsed:
             rehearse(self.model, lambda: self.objective.loss(self.model, window[0]), self.device)
@@ -383,7 +390,10 @@ class Handler:
                 found.append((count, self._sums.means(values)))
                 share = loss if count == total else loss * (count / total)  # sizes may differ
                 self._optimization.backward(share)
-        if self._optimization.step():
+        taken = self._optimization.step()
+        if (
+            taken or not self._optimization.skip_nonfinite
+        ):  # a loss that is not finite is to be told
             for count, means in found:
                 self._sums.add(count, means)
         else:
@@ -425,14 +435,16 @@ class Handler:
 
     def _call(self, hook: str) -> None:
         self._exchange.call(self.callbacks, hook)
+        if self._signalled:  # heard within a save of theirs
+            self._meet()
 
-    def _meet(self) -> None:
+    def _meet(self, leave: bool = True) -> None:
         """Tell and hear what there is, and act on it as all ranks do."""
-        self._hear()
+        self._hear(leave)
         self._exchange.tell(self._sums)
-        self._hear()
+        self._hear(leave)
 
-    def _hear(self) -> None:
+    def _hear(self, leave: bool = True) -> None:
         """Act on what the ranks have told, if there is something, as all ranks do."""
         total = self._exchange.hear()
         if total is None:
@@ -450,7 +462,8 @@ class Handler:
         self._stopping = self._stopping or total.stop
         if self.position:  # else it is of no step
             self.running = total.means
-        if total.signalled:
+        self._signalled = self._signalled or total.signalled
+        if self._signalled and leave:
             self._save_and_leave()
 
     def _save_and_leave(self) -> None:
@@ -504,7 +517,8 @@ class Handler:
             self._sums.add_state(past["sums"])
 
     def _means(self, batches: Iterable[Any], distributed: bool) -> dict[str, float]:
-        with self._exchange.final(), evaluating(self._bare, distributed):
+        ends = self._exchange.final() if distributed else nullcontext()
+        with ends, evaluating(self._bare, distributed):
             return self.objective.over(self._bare, batches).total(distributed).means
 
     def _map(self, function: Callable[[Any], Any], dataset: Dataset[Any], batch_size: int) -> Any:
@@ -514,11 +528,16 @@ class Handler:
             return outputs_in_order(function, batches, self.device, distributed)
 
     def _shard(self, dataset: Dataset[Any], batch_size: int, **loader: Any) -> DataLoader[Any]:
-        check_same(self.device, items=_length(dataset))
+        self._check_same(items=_length(dataset))
         world_size = self.info.world_size
         return shard_loader(dataset, batch_size, rank=self.rank, world_size=world_size, **loader)
 
     # Settings, and what the ranks share
+
+    def _check_same(self, **lengths: int) -> None:
+        if self.info.distributed:
+            check_same(self.device, **lengths)
+
     def _all_callbacks(
         self, callbacks: Sequence[Callback], run_dir: str | Path | None
     ) -> list[Callback]:

@@ -77,16 +77,31 @@ class Optimization:
         return [(name, part) for name, part in parts.items() if part is not None]
 
     def _clip(self) -> bool:
-        """Clip the gradients; return False where they are not finite and such steps are skipped."""
-        if self.clip_norm is None and not self.skip_nonfinite:
+        """Clip the gradients; return False where they are not finite and such steps are left out.
+
+        They are with fp16, whose scaler finds its scale by it, and where it was asked for.
+        """
+        leave_out = self.skip_nonfinite or self.scaler is not None
+        if self.clip_norm is None and not leave_out:
             return True
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.skip_nonfinite and not torch.isfinite(norm):  # reduced: the same on all ranks
+        if leave_out and not torch.isfinite(norm):  # reduced: the same on all ranks
             return False
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         return True
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError where `optimizer` has parameters that are not those of `model`."""
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if others := sum(id(parameter) not in own for parameter in given):
+        raise ValueError(
+            f"{others} of the optimizer's {len(given)} parameters are not the model's: such are "
+            "neither averaged over the ranks nor saved; make what has them a part of the model"
+        )
 
 
 def _scheduler(scheduler: Any) -> tuple[Any, str | None]:

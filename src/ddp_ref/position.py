@@ -27,9 +27,22 @@ def set_place(loader: DataLoader[Any], epoch: int, position: int, rank: int) -> 
 def batches_from(loader: DataLoader[Any], position: int) -> Iterator[Any]:
     """Return the batches of this rank from `position` on; the iterator is made at once."""
     batches = iter(loader)
-    if isinstance(loader.sampler, TrainSampler):
-        return batches  # it begins there
-    return islice(batches, position, None)
+    if not isinstance(loader.sampler, TrainSampler):  # which begins there
+        next(islice(batches, position, position), None)  # at once: they may draw random numbers
+    return batches
+
+
+def batches_left(loader: DataLoader[Any], position: int) -> int | None:
+    """Return how many batches this rank has from `position` on; None for a stream."""
+    sampler, size = loader.sampler, loader.batch_size
+    if not isinstance(sampler, TrainSampler):
+        try:
+            return max(0, len(loader) - position)
+        except TypeError:
+            return None
+    assert size is not None
+    samples = -(-max(0, sampler.size - position) // sampler.world_size)
+    return samples // size if loader.drop_last else -(-samples // size)
 
 
 def position_after(loader: DataLoader[Any], position: int, batches: int) -> int:
