@@ -517,6 +517,12 @@ def check_a_sampler_of_the_users_is_told_the_epoch_and_resumed():
         handler.train(3)
 
 
+class Stops(Callback):
+    def on_step_end(self):
+        if self.handler.step == 6:
+            self.handler.stop()
+
+
 def check_a_samplers_random_data_goes_on_with_the_same_numbers():
     """What is passed over on the way to a position draws its numbers once more."""
     size = 20 * world_size()
@@ -527,11 +533,14 @@ def check_a_samplers_random_data_goes_on_with_the_same_numbers():
 
     whole = noisy(callbacks=[SaveEach()])
     whole.train(2)
-    handler = noisy()
-    handler.load("7.pt")
-    assert handler.steps_left == 3
-    handler.train(2)
-    assert torch.equal(flat(handler.model), flat(whole.model))
+    loaded = noisy()
+    loaded.load("7.pt")
+    stopped = noisy(callbacks=[Stops()], exchange_every=1)
+    stopped.train(2)
+    for handler in (loaded, stopped):
+        assert 0 < handler.steps_left < 5 and handler.epoch == 1
+        handler.train(2)
+        assert torch.equal(flat(handler.model), flat(whole.model))
 
 
 class StepsLeft(Callback):

@@ -17,6 +17,7 @@ class Callback:
     Every rank calls each hook, in the order of the handler's list, so a hook may be collective if
     all ranks make the call. An exception is raised on all ranks, with its type, once they have
     heard of it: within an epoch a step after the next exchange. Until then the rank trains on.
+    A signal ends training once all have been called, also where a save of theirs heard of it.
     """
 
     handler: Any  # the Handler, set when it is given this callback
@@ -111,7 +112,7 @@ class Checkpoint(Callback):
         self.every_epochs, self.every_steps, self.keep = every_epochs, every_steps, keep
 
     def on_train_start(self) -> None:
-        self._saved = self.handler.step, self.handler.epoch
+        self._saved = self._now()
         if self.handler.rank == 0:
             sweep(self.folder)
             later = [path for path in numbered(self.folder) if step_of(path) > self.handler.step]
@@ -136,14 +137,14 @@ class Checkpoint(Callback):
                 self.handler.save(self.folder / "best.pt")
 
     def on_train_end(self) -> None:
-        if self._saved != (
-            self.handler.step,
-            self.handler.epoch,
-        ):  # the last epochs, or the steps before a stop
+        if self._saved != self._now():  # the last epochs, or the steps before a stop
             self._save()
 
+    def _now(self) -> tuple[int, int]:
+        return self.handler.step, self.handler.epoch
+
     def _save(self) -> None:
-        step, _ = self._saved = self.handler.step, self.handler.epoch
+        self._saved, step = self._now(), self.handler.step
         self.handler.save(self.folder / NAME.format(step))
         self.handler.log(f"saved {self.folder / NAME.format(step)}")
         if self.handler.rank == 0:

@@ -161,9 +161,8 @@ def check_finite(model: nn.Module) -> None:
         if not torch.isfinite(parameter.sum()) and not torch.isfinite(parameter).all():
             raise FloatingPointError(f"{name} is not finite: it is not saved, load an earlier one")
     for name, buffer in model.named_buffers():
-        if (
-            name in saved and torch.isnan(buffer).any()
-        ):  # an infinite one may be meant, such as a mask
+        # An infinite one may be meant, such as a mask.
+        if name in saved and torch.isnan(buffer).any():
             raise FloatingPointError(
                 f"{name} is not a number: it is not saved, load an earlier one"
             )

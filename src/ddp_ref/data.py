@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -118,16 +119,26 @@ class Rows(Dataset[Any]):
 
     The batch comes collated, as default_collate does it: of each of the data set's tensors the
     rows, (keys, ...). One by one they cost several times as much. No row draws a random number, so
-    nothing is seeded.
+    nothing is seeded but for a `collate_fn`, which is given the items.
     """
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[list[Any]], Any] | None
+    ) -> None:
+        self.dataset, self.seed, self.collate_fn = dataset, seed, collate_fn
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Tensor]:
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
+        batch = self._rows(keys)
+        if self.collate_fn is None:
+            return batch
+        with borrowed_generators():
+            seed_host(self.seed, *keys[-1])
+            return self.collate_fn(list(zip(*batch, strict=True)))
+
+    def _rows(self, keys: Sequence[tuple[int, int]]) -> list[Tensor]:
         dataset: Any = self.dataset
         rows = [index for _, index in keys]
         while isinstance(dataset, Subset):
@@ -203,8 +214,8 @@ def train_loader(
         )
         loader["sampler"], shuffle = sampler, None
         collate_fn = loader.get("collate_fn")
-        if collate_fn is None and _has_rows(dataset):
-            dataset = Rows(dataset)
+        if _has_rows(dataset):
+            dataset = Rows(dataset, seed, collate_fn)
         else:
             dataset = SeededDataset(dataset, seed, collate_fn or default_collate)
         loader["collate_fn"] = _as_it_is
@@ -247,37 +258,51 @@ def _loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
         options["worker_init_fn"] = partial(
             _start_worker,
             options.get("worker_init_fn"),
-            _rank_ends(os.getpid()),
+            _workers_of(os.getpid()).rank_ends,
             threading.current_thread() is threading.main_thread(),
         )
     options.setdefault("generator", torch.Generator())  # of the workers' base seeds
-    return DataLoader(dataset, **options)
+    return Loader(dataset, **options)
+
+
+class Loader(DataLoader[Any]):
+    """A DataLoader whose workers end with their rank."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        _workers_of(os.getpid()).left.update(getattr(batches, "_workers", ()))
+        return batches
+
+
+class Workers:
+    """The worker processes of a rank: they leave signals to it, and end when it does."""
+
+    def __init__(self) -> None:
+        self.rank_ends = multiprocessing.RawValue("b", 0)
+        self.left: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
+        multiprocessing.util.Finalize(None, self.end, exitpriority=0)
+
+    def end(self) -> None:
+        """End those that are left: multiprocessing would wait for a deaf one for ever.
+
+        Such is a worker within a call of C, which runs no handler of Python's.
+        """
+        self.rank_ends.value = 1
+        left = [worker for worker in self.left if worker.is_alive()]
+        if left:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a worker is killed
+        for worker in left:
+            worker.terminate()
+        deadline = time.monotonic() + PATIENCE
+        for worker in left:
+            worker.join(max(0, deadline - time.monotonic()))
+            worker.kill()
 
 
 @cache
-def _rank_ends(pid: int) -> Any:
-    """Return a shared byte that is 1 once this process, `pid`, ends.
-
-    multiprocessing then sends SIGTERM to the workers that are left, and waits for them.
-    """
-    flag = multiprocessing.RawValue("b", 0)
-    multiprocessing.util.Finalize(None, _end_workers, (flag,), exitpriority=0)
-    return flag
-
-
-def _end_workers(rank_ends: Any) -> None:
-    """End the daemonic processes that are left: multiprocessing would wait for a deaf one for ever.
-
-    Such is a worker within a call of C, which runs no handler of Python's.
-    """
-    rank_ends.value = 1
-    left = [process for process in multiprocessing.active_children() if process.daemon]
-    for process in left:
-        process.terminate()
-    deadline = time.monotonic() + PATIENCE
-    for process in left:
-        process.join(max(0, deadline - time.monotonic()))
-        process.kill()
+def _workers_of(pid: int) -> Workers:
+    """Return the workers of this process, `pid`: a fork has its own."""
+    return Workers()
 
 
 def _start_worker(

@@ -54,11 +54,11 @@ class Handler:
     same) are means over samples. `scheduler` steps per epoch, as `(scheduler, "step")` per
     optimizer step. `accumulate` batches make one optimizer step. `clip_norm` bounds the norm of
     its gradients; `precision` is "fp32", "bf16" or "fp16". `on_nonfinite` "raise" ends training
-    with FloatingPointError, "skip" leaves such steps out. Every `exchange_every` optimizer steps
-    the ranks tell each other of losses, errors and signals, and hear it a step later: so nobody
-    waits. `run_dir` is a folder for this run: configuration, log, history, figures, and each epoch
-    a checkpoint, unless a Checkpoint callback has its own folder. Checkpoints are also what a
-    signal that ends training leaves.
+    with FloatingPointError, "skip" leaves such steps out; fp16 leaves out those whose gradients
+    have no finite value in it. Every `exchange_every` optimizer steps the ranks tell each other of
+    losses, errors and signals, and hear it a step later: so nobody waits. `run_dir` is a folder for
+    this run: configuration, log, history, figures, and each epoch a checkpoint, unless a Checkpoint
+    callback has its own folder. Checkpoints are also what a signal that ends training leaves.
     `find_unused_parameters` is DDP's; None: if DDP_FIND_UNUSED_PARAMETERS is 1 or true.
     Raises ValueError for a setting that this device or package does not have, and for an optimizer
     of parameters that are not the model's.
@@ -171,7 +171,7 @@ class Handler:
 
     @property
     def steps_left(self) -> int | None:
-        """The optimizer steps to the end of this epoch; None for a stream, which has no length."""
+        """The optimizer steps that are left of the epoch; None for a stream, without a length."""
         if self.train_loader is None:
             return None
         batches = batches_left(self.train_loader, self.position)
@@ -367,6 +367,8 @@ class Handler:
     def _windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each optimizer step that is left of the epoch."""
         assert self.train_loader is not None
+        if self.position:
+            self._generators.hold()  # the batches that are passed over may draw, too
         batches = batches_from(self.train_loader, self.position)
         self._generators.restore()  # only now: making an iterator may draw a seed
         while window := list(islice(batches, self.accumulate)):
@@ -391,9 +393,8 @@ class Handler:
                 share = loss if count == total else loss * (count / total)  # sizes may differ
                 self._optimization.backward(share)
         taken = self._optimization.step()
-        if (
-            taken or not self._optimization.skip_nonfinite
-        ):  # a loss that is not finite is to be told
+        # Of a step that was not to be skipped, a loss that is not finite is to be told.
+        if taken or not self._optimization.skip_nonfinite:
             for count, means in found:
                 self._sums.add(count, means)
         else:

@@ -58,10 +58,13 @@ class Optimization:
         taken = self._clip()
         if taken:
             self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
-            if self.unit == "step":
-                self.scheduler.step()
         if self.scaler:
+            before = self.scaler.get_scale()
             self.scaler.update()
+            # It takes no step with infinite gradients, and tells so by a smaller scale alone.
+            taken = taken and self.scaler.get_scale() >= before
+        if taken and self.unit == "step":
+            self.scheduler.step()
         self.skipped += not taken
         return taken
 
@@ -77,16 +80,12 @@ class Optimization:
         return [(name, part) for name, part in parts.items() if part is not None]
 
     def _clip(self) -> bool:
-        """Clip the gradients; return False where they are not finite and such steps are left out.
-
-        They are with fp16, whose scaler finds its scale by it, and where it was asked for.
-        """
-        leave_out = self.skip_nonfinite or self.scaler is not None
-        if self.clip_norm is None and not leave_out:
+        """Clip the gradients; return False where they are not finite and such steps are skipped."""
+        if self.clip_norm is None and not self.skip_nonfinite:
             return True
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if leave_out and not torch.isfinite(norm):  # reduced: the same on all ranks
+        if self.skip_nonfinite and not torch.isfinite(norm):  # reduced: the same on all ranks
             return False
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
@@ -100,7 +99,8 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
     if others := sum(id(parameter) not in own for parameter in given):
         raise ValueError(
             f"{others} of the optimizer's {len(given)} parameters are not the model's: such are "
-            "neither averaged over the ranks nor saved; make what has them a part of the model"
+            "neither averaged over the ranks nor saved; make the optimizer of model.parameters() "
+            "as they are now, and whatever else is trained a part of the model"
         )
 
 

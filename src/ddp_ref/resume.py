@@ -37,8 +37,12 @@ class Generators:
         if state is None:
             seed_everything(self.seed, self.rank, step)
 
+    def hold(self) -> None:
+        """Have `restore` set the generators to what they are now, or to what was loaded."""
+        self._loaded = self.state()
+
     def restore(self) -> None:
-        """Set the generators to what was loaded; to be called where the run stood that saved."""
+        """Set the generators to what was loaded or held; to be called where the run stood then."""
         if self._loaded is not None:
             set_generator_state(self._loaded, self.device)
             self._loaded = None
