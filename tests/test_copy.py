@@ -3,6 +3,7 @@
 import ast
 import shutil
 import sys
+import zipfile
 
 import pytest
 from harness import ROOT, run
@@ -79,3 +80,17 @@ def test_imports_point_upwards(module):
 
 def test_every_module_has_its_place():
     assert sorted(LAYERS) == sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+
+@pytest.mark.full  # pip loads setuptools to build it
+def test_what_pip_installs_has_the_package_and_the_data(tmp_path):
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "src", project / "src", ignore=shutil.ignore_patterns("*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "datautils.py"):
+        shutil.copy(ROOT / name, project)
+    ended = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "./project", cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    (wheel,) = tmp_path.glob("ddp_ref-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    modules = {f"ddp_ref/{path.name}" for path in PACKAGE.glob("*.py")}
+    assert modules | {"datautils.py"} <= names

@@ -1,9 +1,12 @@
 """What the README says is so: the ladder's numbers, its commands, its sample output."""
 
 import re
+from importlib.metadata import distributions
 
 import pytest
 from harness import ROOT, run
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from test_ladder import STEPS, lines_changed
 
 import ddp_ref
@@ -67,3 +70,16 @@ def test_the_first_command_prints_what_the_readme_shows(tmp_path):
         measured = [float(number) for number in re.findall(r"\d\.\d+", same)]
         assert measured == pytest.approx([loss, accuracy], abs=0.015)
     assert printed[-1].startswith("epoch 20 | saved ")
+
+
+def test_the_pins_are_also_for_the_oldest_python():
+    """What is installed here, at a version that Python 3.10 would get as well."""
+    oldest = "3.10"
+    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    for pin in [Requirement(line) for line in lines if not line.startswith("#")]:
+        if pin.marker and not pin.marker.evaluate({"python_version": oldest}):
+            continue
+        found = [one for one in distributions(name=pin.name) if one.version in pin.specifier]
+        for wants in [one.metadata.get("Requires-Python") or "" for one in found]:
+            assert f"{oldest}.99" in SpecifierSet(wants), f"{pin} needs Python {wants}"
