@@ -270,7 +270,8 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
-        _workers_of(os.getpid()).left.update(getattr(batches, "_workers", ()))
+        if self.num_workers:
+            _workers_of(os.getpid()).left.update(getattr(batches, "_workers", ()))
         return batches
 
 
