@@ -22,6 +22,9 @@ CAUSES = {  # in the words of the rank, or of its launcher
     "exception": "RuntimeError: the drill's own on rank",
     "full disk": "No space left on device",
 }
+# Of a job that it starts anew, torchrun names the rank with the first error by the second: of a
+# killed one it counts when it saw that, of another when it raised, as its peer was gone.
+RESTARTED = r"failed \(exitcode: -?\d+\) local_rank: \d"
 ANSWERED = 128 + signal.SIGTERM  # the exit code, but torchrun has its own
 CRASH = "terminate called|Fatal Python error|Segmentation fault|SIGSEGV|SIGABRT|core dumped"
 
@@ -45,6 +48,8 @@ def check_clear(plan: Plan, broken: Result, whole: Set[str]) -> None:
     text = broken.stderr + broken.stdout
     check_no_crash(broken)
     cause = CAUSES["kill" if plan.fault in DAMAGES else plan.fault]
+    if plan.restarts and broken.code == 0:
+        cause = f"{cause}|{RESTARTED}"
     if plan.is_answered:
         cause = "ended by a signal at step"
     if (broken.code or plan.must_show) and not re.search(cause, text):

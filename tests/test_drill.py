@@ -72,6 +72,7 @@ def test_a_checkpoint_that_is_lost_is_found(before, after, lost):
     [
         (plan("kill"), -9, "terminated with signal SIGKILL"),
         (plan("kill", launcher="torchrun", restarts=1), 0, "failed (exitcode: -9) local_rank: 0"),
+        (plan("kill", launcher="torchrun", restarts=1), 0, "failed (exitcode: -15) local_rank: 1"),
         (plan("exception"), 1, "RuntimeError: the drill's own on rank 0"),
         (plan("pause"), 0, ""),
         (plan("kill", delay=0.5), 0, ""),  # the rank may have left before
@@ -90,6 +91,7 @@ def test_a_clear_end_is_seen(broken, code, text):
     ("broken", "code", "text", "said"),
     [
         (plan("kill"), -9, "Connection closed by peer", "exit code -9 without a clear error"),
+        (plan("kill", launcher="torchrun"), 1, "failed (exitcode: -15) local_rank: 1", "without"),
         (plan("exception"), 0, "", "exit code 0 without"),
         (plan("full disk", "save", 2), 0, "", "exit code 0 without"),
         (plan("full disk", "step", 130), 0, "", "exit code 0 without"),
