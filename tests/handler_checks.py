@@ -4,6 +4,7 @@ import os
 import random
 import signal
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -354,14 +355,23 @@ def check_a_handler_of_one_rank_alone_makes_no_collective_call():
     assert not gloo_calls(alone)
 
 
+@contextmanager
+def ended_by_a_signal():
+    """Expect training to exit, and take up the handlers of before: it leaves both ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with pytest.raises(SystemExit):
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Signal(Callback):
     """Send the last rank SIGTERM at the end of the second epoch."""
 
-    epochs = 0
-
     def on_epoch_end(self):
-        self.epochs += 1
-        if self.epochs == 2 and rank() == world_size() - 1:
+        if self.handler.epoch == 2 and rank() == world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -376,13 +386,9 @@ def check_all_callbacks_are_called_before_a_signal_ends_training():
     """It is heard in the first of the two saves of the epoch."""
     folder, counts = Path("signalled"), CountsEpochs()
     keeper = Checkpoint(folder, monitor="train_loss")
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     handler = job(24 * world_size(), 2, callbacks=[Signal(), keeper, counts])
-    try:
-        with pytest.raises(SystemExit):
-            handler.train(3)
-    finally:
-        signal.signal(signal.SIGTERM, before[0]), signal.signal(signal.SIGUSR1, before[1])
+    with ended_by_a_signal():
+        handler.train(3)
     assert counts.epochs == handler.epoch == 2
     assert handler.train_losses[1] < handler.train_losses[0]
     best = job(24 * world_size(), 2)

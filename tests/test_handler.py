@@ -533,12 +533,8 @@ def test_callbacks_are_all_called_before_a_signal_ends_training_within_an_epoch(
 
     follows = Follows()
     callbacks = [Kills(), Checkpoint(tmp_path, every_steps=1, keep=9), follows]
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
-    try:
-        with pytest.raises(SystemExit):
-            job(callbacks=callbacks).train(1)
-    finally:
-        signal.signal(signal.SIGTERM, before[0]), signal.signal(signal.SIGUSR1, before[1])
+    with handler_checks.ended_by_a_signal():
+        job(callbacks=callbacks).train(1)
     assert follows.steps == (1, 2, 3)
     assert len(list(tmp_path.glob("step_*.pt"))) == 3
 
