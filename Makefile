@@ -8,16 +8,29 @@ SEED ?= 1166
 SITE ?= build/site
 SRUN_ARGS ?=
 PIP_ARGS ?=
+TORCH ?=
 
-BIN := .venv/bin
-READY := .venv/.ready
-PEERS := .venv/.peers
+# An environment for each interpreter and each torch that is asked for; `.venv` is the default's.
+INTERPRETER := $(filter-out python3,$(notdir $(PYTHON)))
+VENV := .venv$(INTERPRETER:%=-%)$(TORCH:%=-torch-%)
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PEERS := $(VENV)/.peers
+CONSTRAINTS := $(VENV)/constraints.txt
+PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
 CLUSTER := scripts/slurm/local_cluster.sh
 CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
+# Of src/ddp_ref; the other tests are about the scripts, the notebooks and the pages.
+PACKAGE := callbacks checkpoint collectives configuration copy data doctor environment faults \
+	handler initialize on_rank parallel_execution reference run_folder run_ranks trainer
+PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
+
+unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile the package again
+
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-docs test-notebooks test-site test-slurm drill bench lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-torch test-mutants test-coverage test-docs test-notebooks test-site test-slurm drill bench lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
@@ -28,9 +41,10 @@ setup: $(READY)  ## make .venv with the versions of constraints.txt (once, and o
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 		f"error: Python 3.10 or later is needed, $(PYTHON) is {sys.version.split()[0]}: make setup PYTHON=python3.12")'
-	@echo "one-time setup: installing PyTorch and the tools into .venv, a few minutes"
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[course,notebooks,docs,dev]'
+	@echo "one-time setup: installing PyTorch and the tools into $(VENV), a few minutes"
+	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(CONSTRAINTS)
+	$(PIP_INSTALL) -e '.[course,notebooks,docs,dev]'
 	@touch $(READY)
 
 run-single: $(READY)  ## train in one process
@@ -62,17 +76,29 @@ lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 test: $(READY)  ## run all tests: real processes, no root needed, about 10 minutes
-	$(BIN)/python -m pytest -m 'not full and not slurm and not exercises and not site' $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(READY)  ## run the long crosses as well
 	$(BIN)/python -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
+
+test-torch: $(READY)  ## run the package's tests with another torch: TORCH=2.8.0
+	@test -n "$(TORCH)" || { echo "error: name a version: make test-torch TORCH=2.8.0" >&2; exit 2; }
+	$(BIN)/python -m pytest $(PACKAGE_TESTS) $(ARGS)
+
+test-mutants: $(READY)  ## break the package in 30 ways and count how many the tests notice: 15 minutes
+	$(BIN)/python tests/mutants.py $(ARGS)
+
+test-coverage: $(READY)  ## run all tests and tell which lines and branches of the package they reach
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --show-missing --skip-covered
 
 test-docs: $(READY)  ## run the code fences of the README and of docs/, and compare what they print
 	$(BIN)/python -m pytest README.md docs $(ARGS)
 
 test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints; 05 after slurm-up
-	$(BIN)/python -m pytest --nbval --nbval-cell-timeout=240 \
-		-p no:randomly --dist=loadfile notebooks $(ARGS)
+	$(BIN)/python -m pytest --nbval notebooks $(ARGS)
 	$(BIN)/python -m pytest -m exercises $(ARGS)
 
 docs: $(READY)  ## build the site: build/site/index.html
@@ -91,7 +117,7 @@ bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benc
 	$(BIN)/python benchmarks/bench.py --markdown docs/benchmarks.md $(ARGS)
 
 $(PEERS): $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[bench]'
+	$(PIP_INSTALL) -e '.[bench]'
 	@touch $(PEERS)
 
 lint: $(READY)  ## check format, lint and types

@@ -1,9 +1,53 @@
-"""Collect README.md and the pages of docs/ as tests: what a page shows is what happens."""
+"""Make `pytest` work as it is typed: what it leaves out, notebooks in order, pages as tests."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from fences import SybilFailure, pages, run_page
+
+LONG = "full"  # a long cross: left out unless -m asks for it
+ON_REQUEST = {"exercises", "site", "slurm"}  # left out unless -m or the test's file is named
+
+
+def pytest_report_header() -> str:
+    """Say at the top of a run which torch it tests; pytest itself names the Python."""
+    return f"torch: {torch.__version__}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes long or needs root, and keep the cells of a notebook together."""
+    if not config.option.markexpr:
+        leave_out(config, items)
+    keep_cells_in_order(items)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests that a make target of their own runs."""
+    named = {Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args}
+
+    def is_left_out(item: pytest.Item) -> bool:
+        marks = {mark.name for mark in item.iter_markers()}
+        return LONG in marks or (item.path not in named and bool(marks & ON_REQUEST))
+
+    left_out = [item for item in items if is_left_out(item)]
+    items[:] = [item for item in items if not is_left_out(item)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def keep_cells_in_order(items: list[pytest.Item]) -> None:
+    """Undo the shuffling of a notebook's cells, and have one of pytest's workers run them all."""
+    place: dict[Path, int] = {}
+    order = {}
+    for index, item in enumerate(items):
+        cell = getattr(item, "cell_num", None)  # nbval's items have one
+        if cell is None:
+            order[item] = (index, 0)
+        else:
+            order[item] = (place.setdefault(item.path, index), cell)
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    items.sort(key=order.__getitem__)
 
 
 class Page(pytest.File):

@@ -90,7 +90,8 @@ def middle(values: np.ndarray, block: int = 1) -> tuple[float, float, float]:
 
     drawn = np.random.default_rng(0)
     blocks = np.log(values).reshape(-1, block)
-    middles = [trim_mean(drawn.choice(blocks, len(blocks)), CUT, None) for _ in range(RESAMPLES)]
+    samples = drawn.choice(blocks, (RESAMPLES, len(blocks))).reshape(RESAMPLES, -1)
+    middles = trim_mean(samples, CUT, axis=1)
     found = trim_mean(blocks, CUT, None), *np.percentile(middles, [2.5, 97.5])
     center, low, high = np.exp(found).tolist()
     return center, low, high

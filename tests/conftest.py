@@ -6,25 +6,21 @@ import signal
 import psutil
 import pytest
 import torch.distributed as dist
+import warm_start
 from slurm_cluster import Cluster
 
 
-def pytest_configure():
+def pytest_configure(config):
     """Have what the tests start feel Ctrl-C: a shell's background job would leave it ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
+        warm_start.install()
 
 
 def pytest_collection_modifyitems(items):
     """Begin with what waits for minutes, beside which the others run; the rest stays shuffled."""
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
-
-
-@pytest.fixture(scope="session")
-def shared_folder(tmp_path_factory):
-    """Return a folder that all of pytest's workers share."""
-    own = tmp_path_factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session")

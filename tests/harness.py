@@ -15,6 +15,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 MARK = "DDP_TEST_RUN"  # every process of a run inherits it, whatever session it moves to
+FRESH = "DDP_TEST_FRESH"  # warm_start.py starts a fresh interpreter where it is set
 LAUNCH_VARIABLES = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
 LAUNCH_NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
@@ -31,6 +32,7 @@ class Result:
 class Running:
     """A command in the background; on leaving the `with`, nothing of it is left, or it is an error.
 
+    Python is forked from a process that has imported torch (warm_start.py), unless it is `fresh`.
     Standard output and error go to files, so that a test can read them while the command runs.
     """
 
@@ -40,14 +42,16 @@ class Running:
         cwd: Path,
         env: dict[str, str] | None = None,
         stdin: int = subprocess.DEVNULL,
+        fresh: bool = False,
     ) -> None:
         self.mark = uuid.uuid4().hex
         self.out, self.err = cwd / f"{self.mark}.out", cwd / f"{self.mark}.err"
+        own = {MARK: self.mark} | ({FRESH: "1"} if fresh else {})
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
                 [str(part) for part in command],
                 cwd=cwd,
-                env=clean_environment() | {MARK: self.mark} | (env or {}),
+                env=clean_environment() | own | (env or {}),
                 stdin=stdin,
                 stdout=out,
                 stderr=err,
@@ -119,10 +123,14 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def run(
-    *command: str | Path, cwd: Path, timeout: float = 240, env: dict[str, str] | None = None
+    *command: str | Path,
+    cwd: Path,
+    timeout: float = 240,
+    env: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> Result:
     """Run a command to its end in `cwd`; fail past `timeout` seconds or if it leaves a process."""
-    with Running(*command, cwd=cwd, env=env) as running:
+    with Running(*command, cwd=cwd, env=env, fresh=fresh) as running:
         return running.wait(timeout)
 
 

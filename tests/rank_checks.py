@@ -4,17 +4,18 @@ A script defines `check_...` functions, which every rank calls in the same order
 `run_checks(globals())`. A test asks for one of them by name with `check_passes`.
 """
 
-import fcntl
 import functools
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import run, torchrun
 
 HERE = Path(__file__).parent
@@ -55,27 +56,31 @@ def checks(script: str) -> list[str]:
     return [line[4:].split("(")[0] for line in source.splitlines() if line.startswith("def check_")]
 
 
-def check_passes(folder: Path, script: str, name: str, world: int, *flags: str) -> None:
-    """Fail unless the check passed on every rank; the first question runs them all.
+def on_ranks(script: str, world: int, *flags: str) -> Any:
+    """Return the parameters of one launch of `script`; one of pytest's workers has all its tests.
 
-    `folder` is one that all of pytest's workers share: they run them once in all.
+    The test's parameter is called `launch`, and goes to `check_passes`.
     """
-    for rank, done in enumerate(_results(folder, script, world, *flags)):
+    group = pytest.mark.xdist_group(f"{script} on {world}")
+    return pytest.param((script, world, *flags), marks=group, id=str(world))
+
+
+def check_passes(launch: tuple[Any, ...], name: str) -> None:
+    """Fail unless the check passed on every rank; the first question runs them all."""
+    script, world, *flags = launch
+    for rank, done in enumerate(_results(script, world, *flags)):
         result = done.get(name, "was not reached")
         assert result == "passed", f"{name} on rank {rank} of {world}: {result}"
 
 
 @functools.cache
-def _results(folder: Path, script: str, world: int, *flags: str) -> list[dict[str, str]]:
-    own = folder / f"{script}-{world}"
-    own.mkdir(exist_ok=True)
-    files = [own / f"rank{rank}.json" for rank in range(world)]
-    with (own / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not all(file.exists() for file in files):
-            ended = run(*torchrun(world, HERE / script, *flags), cwd=own)
-            assert all(file.exists() for file in files), ended.stderr
-    return [json.loads(file.read_text()) for file in files]
+def _results(script: str, world: int, *flags: str) -> list[dict[str, str]]:
+    # Fresh: forked ranks would have all their sets in the same order.
+    with tempfile.TemporaryDirectory() as folder:
+        ended = run(*torchrun(world, HERE / script, *flags), cwd=Path(folder), fresh=True)
+        files = [Path(folder, f"rank{rank}.json") for rank in range(world)]
+        assert all(file.exists() for file in files), ended.stderr
+        return [json.loads(file.read_text()) for file in files]
 
 
 def _names(namespace: dict[str, Any]) -> list[str]:

@@ -13,6 +13,8 @@ from harness import SCRIPTS, Running, run, torchrun
 
 from ddp_ref import Handler, run_ranks
 
+pytestmark = pytest.mark.xdist_group("char_gpt")  # so that a run they share is made once
+
 SCRIPT = SCRIPTS / "char_gpt.py"
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "64"]
 JOB = [*SMALL, "--epochs", "3", "--lr", "0.02", "--length", "40"]

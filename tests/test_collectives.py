@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import check_passes, checks
+from rank_checks import check_passes, checks, on_ranks
 
 from ddp_ref.collectives import (
     broadcast_object,
@@ -19,9 +19,9 @@ SCRIPT = "collectives_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("world", [2, 3])
-def test_on_ranks(name, world, shared_folder):
-    check_passes(shared_folder, SCRIPT, name, world)
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, world) for world in (2, 3)])
+def test_on_ranks(name, launch):
+    check_passes(launch, name)
 
 
 @pytest.mark.parametrize("group", ["no group", "a group of one"])

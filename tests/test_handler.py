@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run, torchrun
-from rank_checks import check_passes, checks
+from rank_checks import check_passes, checks, on_ranks
 from torch import nn
 from torch.utils.data import RandomSampler
 from training_job import Points, accuracy, flat, job, network
@@ -27,9 +27,9 @@ LIMIT = timedelta(minutes=4)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("world", [2, 3])
-def test_on_ranks(name, world, shared_folder):
-    check_passes(shared_folder, SCRIPT, name, world)
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, world) for world in (2, 3)])
+def test_on_ranks(name, launch):
+    check_passes(launch, name)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))

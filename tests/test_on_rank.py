@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_checks import check_passes, checks
+from rank_checks import check_passes, checks, on_ranks
 
 from ddp_ref import initialize_ddp, run_ranks
 from ddp_ref.decorators import on_rank, rank_first
@@ -18,9 +18,9 @@ SCRIPT = "on_rank_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize(("world", "flags"), [(2, ["--foreign"]), (3, [])])
-def test_on_ranks(name, world, flags, shared_folder):
-    check_passes(shared_folder, SCRIPT, name, world, *flags)
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 2, "--foreign"), on_ranks(SCRIPT, 3)])
+def test_on_ranks(name, launch):
+    check_passes(launch, name)
 
 
 @pytest.fixture(params=["no group", "a group of one"])

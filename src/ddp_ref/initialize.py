@@ -245,8 +245,8 @@ def _pick_device(local_rank: int) -> torch.device:
 def _resolve_device(device: torch.device | str) -> torch.device:
     """Return `device` ("gpu" is "cuda") as it is; one that is not there: a warning and the CPU."""
     wanted = torch.device(device.replace("gpu", "cuda") if isinstance(device, str) else device)
-    present = torch.accelerator.current_accelerator(check_available=True)
-    count = torch.accelerator.device_count() if present and present.type == wanted.type else 0
+    module = getattr(torch, wanted.type, None)  # torch.cuda, torch.mps, torch.xpu, ...
+    count = getattr(module, "device_count", lambda: 0)()
     if wanted.type == "cpu" or (wanted.index or 0) < count:
         return wanted
     short = f"{count} {wanted.type} device{'s' if count != 1 else ''}"

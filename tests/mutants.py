@@ -1,0 +1,509 @@
+"""Check the tests: put one small fault at a time into the package, and see whether a test fails.
+
+`make test-mutants` runs this script, which works in copies of the tree, in build/mutants. A fault
+that survives shows a promise that no test checks. When code or tests have moved, update the table:
+`tests/mutants.py --list` prints it, or says which faults no longer fit.
+"""
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import uuid
+import venv
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A fault: in `file` of the package, `old` becomes `new`, and one of `tests` ought to fail."""
+
+    name: str
+    breaks: str  # what goes wrong, in a sentence
+    file: str
+    old: str  # occurs once in the file
+    new: str
+    tests: str  # files in tests/, separated by spaces
+    keyword: str = ""  # for pytest's -k, where the whole files take much longer
+
+
+MUTATIONS = (
+    Mutation(
+        "detection-weight",
+        "A batch of detection targets counts the boxes of its first image, not its images.",
+        "batches.py",
+        "return len(value)  # of a detection's targets",
+        "return samples_in(value[0])  # of a detection's targets",
+        "test_handler.py",
+        "batches_of_many_kinds",
+    ),
+    Mutation(
+        "keep-one-more",
+        "Checkpoint(keep=N) keeps N + 1 files.",
+        "callbacks.py",
+        "ours[: -self.keep]",
+        "ours[: -self.keep - 1]",
+        "test_callbacks.py",
+    ),
+    Mutation(
+        "checksum-ignored",
+        "A checkpoint with a flipped bit in a tensor is loaded.",
+        "checkpoint.py",
+        'raise RuntimeError(f"wrong checksum of {damaged}")',
+        "return",
+        "test_checkpoint.py",
+        "flipped",
+    ),
+    Mutation(
+        "sums-in-float32",
+        "reduce_sum and reduce_mean add up in float32, not in float64.",
+        "collectives.py",
+        "packed = torch.tensor(numbers, dtype=torch.float64",
+        "packed = torch.tensor(numbers, dtype=torch.float32",
+        "test_collectives.py",
+    ),
+    Mutation(
+        "allow-list-by-name",
+        "!pyobject reaches other modules, such as os, through the modules that are allowed.",
+        "configuration.py",
+        "if not any(_under(home, prefix) for prefix in allow):",
+        "if not any(_under(name, prefix) for prefix in allow):",
+        "test_configuration.py",
+    ),
+    Mutation(
+        "worker-dies-of-sigusr1",
+        "A SIGUSR1 that was meant for the rank kills its DataLoader workers.",
+        "data.py",
+        "signal.signal(signal.SIGUSR1, signal.SIG_IGN)",
+        "signal.signal(signal.SIGUSR1, signal.SIG_DFL)",
+        "test_data.py",
+        "leave",
+    ),
+    Mutation(
+        "exit-not-shared",
+        "A SystemExit or a KeyboardInterrupt in on_rank is raised on the executing rank alone.",
+        "decorators.py",
+        "and so on all\n        except BaseException as caught:",
+        "and so on all\n        except Exception as caught:",
+        "test_on_rank.py",
+        "test_on_ranks",
+    ),
+    Mutation(
+        "loopback-on-one-node",
+        "The doctor calls a loopback master a problem on a single node too.",
+        "doctor.py",
+        "if launch.nnodes > 1 and address.is_loopback:",
+        "if address.is_loopback:",
+        "test_doctor.py",
+        "loopback",
+    ),
+    Mutation(
+        "master-of-the-job",
+        "The master is the first host of the Slurm job, not of the step.",
+        "environment.py",
+        'first_host(environ["SLURM_STEP_NODELIST"])',
+        'first_host(environ["SLURM_JOB_NODELIST"])',
+        "test_environment.py",
+        "not scontrol",
+    ),
+    Mutation(
+        "traceback-lost",
+        "An exception from another process arrives without its traceback.",
+        "errors.py",
+        r'add_note(error, f"raised on {where}:\n{trace}")',
+        'add_note(error, f"raised on {where}")',
+        "test_parallel_execution.py",
+        "exception_keeps_its_type",
+    ),
+    Mutation(
+        "no-eval-mode",
+        "Models are evaluated in training mode, with dropout and with the batch's own statistics.",
+        "evaluation.py",
+        "model.eval()",
+        "model.train(model.training)",
+        "test_handler.py",
+        "test_in_one_process",
+    ),
+    Mutation(
+        "signal-not-shared",
+        "A signal to one rank is not told to the others.",
+        "exchange.py",
+        "return [self.stop, bool(self.signals), self.error is not None]",
+        "return [self.stop, False, self.error is not None]",
+        "test_handler.py",
+        "signal_to_one_rank",
+    ),
+    Mutation(
+        "dead-worker-kept",
+        "A ParallelExecutor cannot be used again after one of its workers died.",
+        "executor.py",
+        "if worker is not None and worker.idle:",
+        "if worker is not None:",
+        "test_parallel_execution.py",
+        "dead_worker",
+    ),
+    Mutation(
+        "accumulation-divisor",
+        "Accumulated batches of different sizes have the same weight in the gradient.",
+        "handler.py",
+        "loss if count == total else loss * (count / total)",
+        "loss / len(window)",
+        "test_handler.py",
+        "test_in_one_process",
+    ),
+    Mutation(
+        "zeros-of-a-host",
+        "A Slurm host such as node001 loses its leading zeros.",
+        "hostlist.py",
+        "{letters}{number:0{width}}",
+        "{letters}{number}",
+        "test_environment.py",
+        "not scontrol",
+    ),
+    Mutation(
+        "half-open-group",
+        "An initialize_ddp that fails leaves the process group open.",
+        "initialize.py",
+        "        cleanup_ddp()\n        forget(launch)\n",
+        "        forget(launch)\n",
+        "test_initialize.py",
+        "failure_after_the_group_is_open",
+    ),
+    Mutation(
+        "closed-output",
+        "A closed standard output costs the results of run_ranks.",
+        "launch.py",
+        "except (OSError, ValueError) as error:",
+        "except OSError as error:",
+        "test_run_ranks.py",
+        "output_that_takes_nothing",
+    ),
+    Mutation(
+        "mean-of-means",
+        "Validation returns the mean over batches, not over samples.",
+        "objective.py",
+        "sums.add(samples_in(pair(batch)[1]), sums.means(values))",
+        "sums.add(1, sums.means(values))",
+        "test_handler.py",
+        "test_in_one_process",
+    ),
+    Mutation(
+        "clipped-before-unscaled",
+        "Gradients are clipped before GradScaler has unscaled them.",
+        "optimization.py",
+        "self.scaler.unscale_(self.optimizer)",
+        "pass",
+        "test_handler.py",
+        "unscaled",
+    ),
+    Mutation(
+        "call-without-its-ranks",
+        "Calls of one function on_rank(0) and on_rank(1) are taken for the same call.",
+        "outcomes.py",
+        "{name} on rank {', '.join(map(str, ranks))} (call {number})",
+        "{name} (call {number})",
+        "test_on_rank.py",
+        "test_on_ranks",
+    ),
+    Mutation(
+        "view-loses-requires-grad",
+        "A returned view of a larger tensor comes back without its requires_grad.",
+        "pickling.py",
+        "obj.detach().clone().requires_grad_(obj.requires_grad)",
+        "obj.detach().clone()",
+        "test_parallel_execution.py",
+        "results_come_back",
+    ),
+    Mutation(
+        "lowest-loss-too-early",
+        "The dot on the lowest loss has the wrong epoch if validation began after the first epoch.",
+        "plotting.py",
+        "values.index(lowest) + 1 + _epochs(history) - len(values)",
+        "values.index(lowest) + 1",
+        "test_run_folder.py",
+        "began_late or lowest",
+    ),
+    Mutation(
+        "no-set-epoch",
+        "A DistributedSampler gives the same order in every epoch.",
+        "position.py",
+        "sampler.set_epoch(epoch)",
+        "sampler.set_epoch(0)",
+        "test_handler.py",
+        "test_in_one_process",
+    ),
+    Mutation(
+        "random-not-restored",
+        "Loading a batch changes the state of Python's random module.",
+        "randomness.py",
+        'random.setstate(state["random"])',
+        "pass",
+        "test_data.py",
+        "leave",
+    ),
+    Mutation(
+        "missing-ranks-unnamed",
+        "An opening that times out does not name the missing ranks.",
+        "rendezvous.py",
+        "if time.monotonic() > deadline or given_up.is_set():",
+        "if given_up.is_set():",
+        "test_initialize.py",
+        "absent_ranks",
+    ),
+    Mutation(
+        "scheduler-state-dropped",
+        "A checkpoint with a scheduler's state is loaded by a Handler that has no scheduler.",
+        "resume.py",
+        "known != set(parts):",
+        "not set(parts) <= known:",
+        "test_handler.py",
+        "does_not_fit",
+    ),
+    Mutation(
+        "late-column-too-early",
+        "A list that began late stands beside the first epochs in history.csv.",
+        "run_folder.py",
+        '[""] * (last - len(values)) + [*values]',
+        '[*values] + [""] * (last - len(values))',
+        "test_run_folder.py",
+        "began_late or lowest",
+    ),
+    Mutation(
+        "other-default-in-yaml",
+        "The default of exchange_every in a YAML file is not Handler's.",
+        "schema.py",
+        '"exchange_every": _count(1, 10)',
+        '"exchange_every": _count(1, 1)',
+        "test_configuration.py",
+    ),
+    Mutation(
+        "spread-of-one-rank",
+        "TrainerDDP's loss_std is over the batches of one rank, not of all ranks.",
+        "trainer.py",
+        "self.spread(together=True)",
+        "self.spread(together=False)",
+        "test_trainer.py",
+        "split_is_the_same",
+    ),
+    Mutation(
+        "children-left-behind",
+        "What a rank or a worker has started outlives it.",
+        "worker.py",
+        "os.killpg(self._process.pid, signal.SIGKILL)",
+        "os.kill(self._process.pid, signal.SIGKILL)",
+        "test_run_ranks.py",
+        "leaves_behind",
+    ),
+)
+
+PACKAGE = Path("src") / "ddp_ref"
+LIMIT = 420  # seconds for all tests of a mutation
+MARK = "DDP_TEST_MUTANT"  # every process of a slot inherits it, whatever session it moves to
+PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--timeout=120"]
+ENDS = ("killed", "SURVIVED", "ERROR")  # how a verdict begins
+FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+::\w+(?:\[.*?\](?= - |$))?)", re.MULTILINE)
+
+
+class Result(NamedTuple):
+    """What became of a mutation, or of its tests without it."""
+
+    name: str
+    verdict: str
+    seconds: float
+    output: str
+
+
+class Slot:
+    """A copy of the tree with its own environment, for one run at a time."""
+
+    def __init__(self, root: Path, number: int, workers: int) -> None:
+        self.folder, self.workers = root / "build" / "mutants" / str(number), workers
+        self.environment = os.environ | {MARK: uuid.uuid4().hex}
+        shutil.rmtree(self.folder, ignore_errors=True)
+        copy_tree(root, self.folder)
+        venv.create(self.folder / ".venv", symlinks=True)
+        self.python = self.folder / ".venv" / "bin" / "python"
+        (site,) = self.folder.glob(".venv/lib/python*/site-packages")
+        # Python reads no .pth file in the last of these folders, so it finds the package of the
+        # copy and not the editable install.
+        paths = [self.folder / "src", self.folder, sysconfig.get_path("purelib")]
+        (site / "mutants.pth").write_text("".join(f"{path}\n" for path in paths))
+        code = "import importlib.util; print(importlib.util.find_spec('ddp_ref').origin)"
+        command = [self.python, "-c", code]
+        found = subprocess.check_output(command, text=True, env=self.environment).strip()
+        if found != str(self.folder / PACKAGE / "__init__.py"):
+            sys.exit(f"error: the tests would import {found}, not the copy in {self.folder}")
+
+    def run(self, mutation: Mutation, mutate: bool) -> Result:
+        """Run the tests of `mutation`, with its fault in the copy if `mutate`."""
+        path, started = self.folder / PACKAGE / mutation.file, time.monotonic()
+        text = path.read_text()
+        try:
+            write(path, text.replace(mutation.old, mutation.new) if mutate else text)
+            code, output = self.pytest(mutation)
+        finally:
+            write(path, text)
+        seconds = time.monotonic() - started
+        if mutate:
+            return Result(mutation.name, verdict(code, output), seconds, output)
+        tests = f"{mutation.tests} {mutation.keyword}".rstrip()
+        if code != 0:
+            sys.exit(f"{output}\nerror: {tests} must pass without a mutation")
+        return Result("no mutation", f"passed {tests}", seconds, output)
+
+    def pytest(self, mutation: Mutation) -> tuple[int | None, str]:
+        """Return the exit code of pytest, None past the limit, and what it printed."""
+        options = ["-n", str(self.workers), "-m", "not full", "-k", mutation.keyword]
+        command = [self.python, *PYTEST, *options, *(f"tests/{t}" for t in mutation.tests.split())]
+        log = self.folder.with_suffix(".log")  # a process that is left behind would hold a pipe
+        with (
+            log.open("wb") as out,
+            subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                code = process.wait(LIMIT)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                self.kill()
+        return code, log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        """Kill every process of this slot."""
+        for _ in range(2):  # the second time, what was forked during the first
+            for process in psutil.process_iter():
+                with suppress(psutil.Error):
+                    if process.environ().get(MARK) == self.environment[MARK]:
+                        process.kill()
+
+
+def copy_tree(root: Path, folder: Path) -> None:
+    """Copy the files that git tracks, or would track, from `root` to `folder`."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.check_output(command, cwd=root, text=True)
+    for name in filter(None, listed.split("\0")):
+        if os.path.lexists(root / name):  # git also lists a file that was deleted
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, folder / name, follow_symlinks=False)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a module and remove its bytecode, which could pass for that of the new text."""
+    path.write_text(text)
+    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def verdict(code: int | None, output: str) -> str:
+    """Say what an exit code of pytest, or None past the limit, means for a mutation."""
+    if code is None:
+        return f"killed by the limit of {LIMIT} s"
+    if code == 0:
+        return "SURVIVED"
+    # With xdist, pytest -x ends in 2 instead of 1. So does a test file that cannot be imported, but
+    # then pytest names no test, and the mutation is to blame.
+    test = FAILED.search(output.rpartition("short test summary info")[2])
+    if code == 1 or (code == 2 and test):
+        return f"killed by {test[1] if test else 'a test'}"
+    return f"ERROR: pytest ended in {code}"
+
+
+def problems(root: Path, mutation: Mutation) -> Iterator[str]:
+    """Yield what keeps `mutation` from being applied to the tree."""
+    path = root / PACKAGE / mutation.file
+    count = path.read_text().count(mutation.old) if path.exists() else 0
+    if count != 1:
+        yield f"{mutation.name}: its text must occur once in {path}, not {count} times"
+    for test in (root / "tests" / name for name in mutation.tests.split()):
+        if not test.is_file():
+            yield f"{mutation.name}: there is no {test}"
+
+
+def run_all(slots: Sequence[Slot], mutations: Sequence[Mutation], mutate: bool) -> list[Result]:
+    """Print each result as it comes, and return all; on Ctrl-C or an error, end all runs."""
+    free: SimpleQueue[Slot] = SimpleQueue()
+    for slot in slots:
+        free.put(slot)
+
+    def one(mutation: Mutation) -> Result:
+        slot = free.get()
+        try:
+            return slot.run(mutation, mutate)
+        finally:
+            free.put(slot)
+
+    results = []
+    with ThreadPoolExecutor(len(slots)) as pool:
+        futures = [pool.submit(one, mutation) for mutation in mutations]
+        try:
+            for future in as_completed(futures):
+                results.append(result := future.result())
+                print(f"{result.name:<26} {result.verdict}  {result.seconds:.0f} s", flush=True)
+                if result.verdict.startswith("ERROR"):
+                    print(*result.output.splitlines()[-40:], sep="\n", flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                for slot in slots:
+                    slot.kill()
+    return results
+
+
+def main() -> int:
+    """Do what the command line says, and return the exit code."""
+    parser = argparse.ArgumentParser(description="Find out which faults the tests notice.")
+    names = [mutation.name for mutation in MUTATIONS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names)
+    parser.add_argument("--jobs", type=int, default=2, help="mutations at once")
+    parser.add_argument("--workers", type=int, default=0, help="pytest's -n for each mutation")
+    parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent)
+    parser.add_argument("--no-control", action="store_true", help="do not run the tests unmutated")
+    parser.add_argument("--list", action="store_true", help="print the table and run nothing")
+    options = parser.parse_args()
+    root = options.root.resolve()
+    chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
+    if wrong := [line for mutation in chosen for line in problems(root, mutation)]:
+        sys.exit("\n".join(f"error: {line}" for line in wrong))
+    if options.list:
+        for mutation in chosen:
+            print(f"{mutation.name}: {mutation.breaks}")
+            print(f"    {mutation.file}, {mutation.tests} {mutation.keyword}".rstrip())
+        return 0
+    try:
+        slots = [Slot(root, number, options.workers) for number in range(max(1, options.jobs))]
+        if not options.no_control:
+            distinct = {(mutation.tests, mutation.keyword): mutation for mutation in chosen}
+            run_all(slots, [*distinct.values()], mutate=False)
+        started = time.monotonic()
+        results = run_all(slots, chosen, mutate=True)
+    except KeyboardInterrupt:
+        return 130
+    ends = {what: [r.name for r in results if r.verdict.startswith(what)] for what in ENDS}
+    killed, seconds = len(ends.pop("killed")), time.monotonic() - started
+    left = "".join(f"; {what.lower()}: {', '.join(names)}" for what, names in ends.items() if names)
+    print(f"{killed} of {len(results)} killed in {seconds:.0f} s{left}")
+    return int(killed < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
