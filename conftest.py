@@ -1,13 +1,24 @@
 """Make `pytest` work as it is typed: what it leaves out, notebooks in order, pages as tests."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+import warm_start
 from fences import SybilFailure, pages, run_page
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 LONG = "full"  # a long cross: left out unless -m asks for it
 ON_REQUEST = {"exercises", "site", "slurm"}  # left out unless -m or the test's file is named
+SHARE_A_RUN = {"test_char_gpt.py", "test_recovery.py", "test_reference.py", "test_training.py"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have the processes that the tests start be forked from one that has torch."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
+        warm_start.install()
 
 
 def pytest_report_header() -> str:
@@ -17,7 +28,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what takes long or needs root, and keep the cells of a notebook together."""
+    """Leave out what takes long or needs root, and put a notebook's cells in order."""
     if not config.option.markexpr:
         leave_out(config, items)
     keep_cells_in_order(items)
@@ -37,7 +48,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def keep_cells_in_order(items: list[pytest.Item]) -> None:
-    """Undo the shuffling of a notebook's cells, and have one of pytest's workers run them all."""
+    """Undo the shuffling of a notebook's cells."""
     place: dict[Path, int] = {}
     order = {}
     for index, item in enumerate(items):
@@ -46,8 +57,26 @@ def keep_cells_in_order(items: list[pytest.Item]) -> None:
             order[item] = (index, 0)
         else:
             order[item] = (place.setdefault(item.path, index), cell)
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
     items.sort(key=order.__getitem__)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> "Scheduler":
+    """Have one of pytest's workers run what belongs together (also under `--dist=load`)."""
+    return Scheduler(config, log)
+
+
+class Scheduler(LoadScopeScheduling):
+    """Share out the tests one at a time, but for those that wait for the same costly start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        """Return the name that the tests which stay together share."""
+        path, _, test = nodeid.partition("::")
+        if path.endswith(".ipynb") or Path(path).name in SHARE_A_RUN:
+            return path
+        if test.startswith("test_on_ranks["):  # see rank_checks.py
+            return f"{path} {test.partition('-')[0]}"
+        return nodeid
 
 
 class Page(pytest.File):

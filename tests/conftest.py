@@ -6,16 +6,13 @@ import signal
 import psutil
 import pytest
 import torch.distributed as dist
-import warm_start
 from slurm_cluster import Cluster
 
 
-def pytest_configure(config):
+def pytest_configure():
     """Have what the tests start feel Ctrl-C: a shell's background job would leave it ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
-        warm_start.install()
 
 
 def pytest_collection_modifyitems(items):

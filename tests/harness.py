@@ -1,6 +1,7 @@
 """Run real commands with a deadline, and leave no process behind."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -81,7 +82,7 @@ class Running:
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"no end within {timeout} s\n{self.text()}") from None
-        return Result(self.out.read_text(), self.err.read_text(), code)
+        return Result(without_gloo(self.out.read_text()), self.err.read_text(), code)
 
     def kill(self) -> None:
         """Send SIGKILL to every process of this run."""
@@ -108,6 +109,11 @@ class Running:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [str(process) for process in left]
+
+
+def without_gloo(text: str) -> str:
+    """Leave out what gloo itself prints whenever a group opens (torch 2.8)."""
+    return re.sub(r"^(\[rank \d+\] )?\[Gloo\] Rank .*\n", "", text, flags=re.MULTILINE)
 
 
 def marked(mark: str) -> list[psutil.Process]:

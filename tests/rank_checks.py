@@ -57,12 +57,11 @@ def checks(script: str) -> list[str]:
 
 
 def on_ranks(script: str, world: int, *flags: str) -> Any:
-    """Return the parameters of one launch of `script`; one of pytest's workers has all its tests.
+    """Return the parameter `launch` of a test called test_on_ranks, which calls `check_passes`.
 
-    The test's parameter is called `launch`, and goes to `check_passes`.
+    All its tests of one launch run in one of pytest's workers (see the project's conftest.py).
     """
-    group = pytest.mark.xdist_group(f"{script} on {world}")
-    return pytest.param((script, world, *flags), marks=group, id=str(world))
+    return pytest.param((script, world, *flags), id=str(world))
 
 
 def check_passes(launch: tuple[Any, ...], name: str) -> None:
@@ -75,9 +74,9 @@ def check_passes(launch: tuple[Any, ...], name: str) -> None:
 
 @functools.cache
 def _results(script: str, world: int, *flags: str) -> list[dict[str, str]]:
-    # Fresh: forked ranks would have all their sets in the same order.
+    fresh = script == "collectives_checks.py"  # forked ranks have all their sets in the same order
     with tempfile.TemporaryDirectory() as folder:
-        ended = run(*torchrun(world, HERE / script, *flags), cwd=Path(folder), fresh=True)
+        ended = run(*torchrun(world, HERE / script, *flags), cwd=Path(folder), fresh=fresh)
         files = [Path(folder, f"rank{rank}.json") for rank in range(world)]
         assert all(file.exists() for file in files), ended.stderr
         return [json.loads(file.read_text()) for file in files]

@@ -9,8 +9,6 @@ import pytest
 import torch
 from harness import SCRIPTS, Running, run, torchrun
 
-pytestmark = pytest.mark.xdist_group("recovery")  # so that a run they share is made once
-
 EPOCHS = 12
 FLAGS = ("--epochs", str(EPOCHS), "--save-every", "1")
 

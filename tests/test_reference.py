@@ -8,8 +8,6 @@ import pytest
 import torch
 from harness import SCRIPTS, Running, run, torchrun
 
-pytestmark = pytest.mark.xdist_group("reference")  # so that a run they share is made once
-
 SCRIPT, CONFIG = SCRIPTS / "train_reference.py", SCRIPTS / "configs" / "digits.yaml"
 EPOCHS = "training.num_epochs=3"
 TEST = re.compile(r"test loss ([\d.]+) \| test accuracy ([\d.]+)\n")

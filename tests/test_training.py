@@ -11,8 +11,6 @@ from torch import nn
 
 import datautils
 
-pytestmark = pytest.mark.xdist_group("training")  # so that a run they share is made once
-
 EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| test accuracy ([\d.]+)")
 DUMP = {"PYTHONPATH": str(ROOT / "tests" / "dump_weights")}
 LAUNCHES = [

@@ -107,10 +107,11 @@ class Template:
             return None
 
     def may_start_others(self, arguments: list[str]) -> bool:
-        """Tell whether a process is a launcher, or a rank of mp.spawn, which spawns workers."""
-        if "-c" not in arguments[:3]:
-            return self.depth == 1
-        return self.depth <= 2 and "spawn_main" in " ".join(arguments)
+        """Tell whether a process is a launcher, a notebook's kernel or a rank of mp.spawn."""
+        text = " ".join(arguments)
+        if "spawn_main" in text or "ipykernel_launcher" in text:
+            return self.depth <= 2
+        return self.depth == 1 and "-c" not in arguments[:3]
 
 
 class Popen(_FreshPopen):
@@ -278,16 +279,19 @@ def _show_to_others(start: Start) -> None:
         os.setsid()
     os.environ.clear()
     os.environ.update(start.environment)
+    _show_command([sys.executable, *start.arguments])
+    _overwrite("env", (b"%b=%b" % variable for variable in os.environb.items()))
+
+
+def _show_command(command: list[str]) -> None:
+    _overwrite("arg", map(os.fsencode, command))
+
+
+def _overwrite(what: str, strings: Iterable[bytes]) -> None:
+    """Write what fits of `strings` to where the kernel reads our arguments or environment."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    places = [int(field) for field in fields[45:49]]  # begin and end of both, see proc(5)
-    command = [sys.executable, *start.arguments]
-    _overwrite(*places[:2], map(os.fsencode, command))
-    variables = (b"%b=%b" % variable for variable in os.environb.items())
-    _overwrite(*places[2:], variables)
-
-
-def _overwrite(begin: int, end: int, strings: Iterable[bytes]) -> None:
-    """Write `strings` to the memory from `begin` to `end`, as many bytes as there is room for."""
+    first = {"arg": 45, "env": 47}[what]  # proc(5): arg_start, arg_end, env_start, env_end
+    begin, end = map(int, fields[first : first + 2])
     text = b"".join(string + b"\0" for string in strings)[: end - begin - 1]
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
@@ -353,6 +357,7 @@ def with_template(depth: int) -> Start | None:
         _use(Template(ours, depth))
         return None
     ours.close()
+    _show_command([sys.executable, __file__])
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)

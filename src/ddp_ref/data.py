@@ -157,8 +157,15 @@ def _has_rows(dataset: Dataset[Any]) -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    dense = tensor.layout is torch.strided and not tensor.is_nested
-    return type(tensor) is Tensor and dense
+    """Say whether rows of `tensor`, looked up at once, are what stacking them one by one gives."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    first = tensor[:1]
+    try:
+        first[torch.zeros(len(first), dtype=torch.long)]
+    except NotImplementedError:  # of some dtypes, such as uint16 in torch 2.8
+        return False
+    return True
 
 
 def _as_it_is(batch: Any) -> Any:
