@@ -11,7 +11,7 @@ PIP_ARGS ?=
 TORCH ?=
 
 # An environment for each interpreter and each torch that is asked for; `.venv` is the default's.
-INTERPRETER := $(filter-out python3,$(notdir $(PYTHON)))
+INTERPRETER := $(subst /,-,$(filter-out python3,$(PYTHON)))
 VENV := .venv$(INTERPRETER:%=-%)$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile t
 .PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-torch test-mutants test-coverage test-docs test-notebooks test-site test-slurm drill bench lint format clean
 
 help:  ## print this list
-	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [PIP_ARGS=...]"
+	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [TORCH=2.8.0] [PIP_ARGS=...]"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
 
 setup: $(READY)  ## make .venv with the versions of constraints.txt (once, and on change)
@@ -75,14 +75,17 @@ notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
-test: $(READY)  ## run all tests: real processes, no root needed, about 10 minutes
+test: $(READY)  ## run all tests: real processes, no root needed, about 5 minutes
 	$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(READY)  ## run the long crosses as well
 	$(BIN)/python -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
 
+ifneq ($(filter test-torch,$(MAKECMDGOALS)),)
+    $(if $(TORCH),,$(error name a version, such as make test-torch TORCH=2.8.0))
+endif
+
 test-torch: $(READY)  ## run the package's tests with another torch: TORCH=2.8.0
-	@test -n "$(TORCH)" || { echo "error: name a version: make test-torch TORCH=2.8.0" >&2; exit 2; }
 	$(BIN)/python -m pytest $(PACKAGE_TESTS) $(ARGS)
 
 test-mutants: $(READY)  ## break the package in 30 ways and count how many the tests notice: 15 minutes
@@ -129,6 +132,6 @@ format: $(READY)  ## format the code and mend what lint can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:  ## remove .venv, caches, checkpoint.pt, snapshot.pt and runs
-	rm -rf .venv build runs .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt snapshot.pt *.egg-info
+clean:  ## remove all .venv, caches, checkpoint.pt, snapshot.pt and runs
+	rm -rf .venv .venv-* build runs .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt snapshot.pt *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,9 +16,13 @@ SHARE_A_RUN = {"test_char_gpt.py", "test_recovery.py", "test_reference.py", "tes
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have the processes that the tests start be forked from one that has torch."""
+    """Start the template that the processes of the tests are forked from."""
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
         warm_start.install()
+
+
+def pytest_unconfigure() -> None:
+    warm_start.uninstall()
 
 
 def pytest_report_header() -> str:
@@ -36,11 +40,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that a make target of their own runs."""
-    named = {Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args}
+    folder = config.invocation_params.dir
+    named = {os.path.normpath(folder / argument.split("::")[0]) for argument in config.args}
 
     def is_left_out(item: pytest.Item) -> bool:
         marks = {mark.name for mark in item.iter_markers()}
-        return LONG in marks or (item.path not in named and bool(marks & ON_REQUEST))
+        return LONG in marks or (str(item.path) not in named and bool(marks & ON_REQUEST))
 
     left_out = [item for item in items if is_left_out(item)]
     items[:] = [item for item in items if not is_left_out(item)]
@@ -60,17 +65,16 @@ def keep_cells_in_order(items: list[pytest.Item]) -> None:
     items.sort(key=order.__getitem__)
 
 
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> "Scheduler":
-    """Have one of pytest's workers run what belongs together (also under `--dist=load`)."""
+    """Replace the scheduler of xdist, whose --dist=loadgroup has no effect under pytest 9.2."""
     return Scheduler(config, log)
 
 
 class Scheduler(LoadScopeScheduling):
-    """Share out the tests one at a time, but for those that wait for the same costly start."""
+    """Distribute tests one at a time, but keep those with a costly start in common together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        """Return the name that the tests which stay together share."""
+        """Return a name; tests with the same name run on one worker."""
         path, _, test = nodeid.partition("::")
         if path.endswith(".ipynb") or Path(path).name in SHARE_A_RUN:
             return path

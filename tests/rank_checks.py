@@ -56,25 +56,24 @@ def checks(script: str) -> list[str]:
     return [line[4:].split("(")[0] for line in source.splitlines() if line.startswith("def check_")]
 
 
-def on_ranks(script: str, world: int, *flags: str) -> Any:
+def on_ranks(script: str, world: int, *flags: str, fresh: bool = False) -> Any:
     """Return the parameter `launch` of a test called test_on_ranks, which calls `check_passes`.
 
-    All its tests of one launch run in one of pytest's workers (see the project's conftest.py).
+    All its tests of one launch run on one of pytest's workers (see the project's conftest.py).
+    Ranks that are not `fresh` share a hash seed, so a set has the same order in all of them.
     """
-    return pytest.param((script, world, *flags), id=str(world))
+    return pytest.param((script, world, fresh, *flags), id=str(world))
 
 
 def check_passes(launch: tuple[Any, ...], name: str) -> None:
     """Fail unless the check passed on every rank; the first question runs them all."""
-    script, world, *flags = launch
-    for rank, done in enumerate(_results(script, world, *flags)):
+    for rank, done in enumerate(_results(*launch)):
         result = done.get(name, "was not reached")
-        assert result == "passed", f"{name} on rank {rank} of {world}: {result}"
+        assert result == "passed", f"{name} on rank {rank} of {launch[1]}: {result}"
 
 
 @functools.cache
-def _results(script: str, world: int, *flags: str) -> list[dict[str, str]]:
-    fresh = script == "collectives_checks.py"  # forked ranks have all their sets in the same order
+def _results(script: str, world: int, fresh: bool, *flags: str) -> list[dict[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         ended = run(*torchrun(world, HERE / script, *flags), cwd=Path(folder), fresh=fresh)
         files = [Path(folder, f"rank{rank}.json") for rank in range(world)]

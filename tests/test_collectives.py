@@ -19,7 +19,7 @@ SCRIPT = "collectives_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, world) for world in (2, 3)])
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, world, fresh=True) for world in (2, 3)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 

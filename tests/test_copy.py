@@ -63,7 +63,7 @@ def test_import_is_light(tmp_path):
         import ddp_ref
         print(sorted({name.split(".")[0] for name in set(sys.modules) - before}))
     """
-    loaded = ast.literal_eval(run(sys.executable, "-c", code, cwd=tmp_path).stdout)
+    loaded = ast.literal_eval(run(sys.executable, "-c", code, cwd=tmp_path, fresh=True).stdout)
     foreign = {name for name in loaded if name not in sys.stdlib_module_names}
     assert foreign <= {"ddp_ref", "cloudpickle"}
 

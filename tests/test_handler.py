@@ -27,7 +27,7 @@ LIMIT = timedelta(minutes=4)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, world) for world in (2, 3)])
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 2), on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 

@@ -49,6 +49,7 @@ COMMON = '''
 import json, os, signal, sys, time
 os.environ.pop("OMP_NUM_THREADS", None)  # the threads are ours to set
 import torch
+torch.set_num_threads(7)  # nobody's share
 import torch.distributed as dist
 from ddp_ref import cleanup_ddp, initialize_ddp
 from ddp_ref.initialize import side_group

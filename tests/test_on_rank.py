@@ -18,7 +18,9 @@ SCRIPT = "on_rank_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 2, "--foreign"), on_ranks(SCRIPT, 3)])
+@pytest.mark.parametrize(
+    "launch", [on_ranks(SCRIPT, 2, "--foreign"), on_ranks(SCRIPT, 3, fresh=True)]
+)
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 

@@ -1,18 +1,20 @@
-"""Start Python processes by forking one that has imported torch already.
+"""Start Python processes by forking one that has already imported torch.
 
-A fresh interpreter takes two seconds of a core to import torch and scikit-learn, and the tests
-start about a thousand of them. `install()` replaces `subprocess.Popen` in this process: a command
-that runs this very interpreter is forked from a template process instead, which takes 0.05 s. The
-result is a real process of its own: its parent is whoever started it, it has its own session,
-files, environment and signals, and it ends, or is killed, like any other.
+A fresh interpreter needs two seconds of a core to import torch and scikit-learn, and the tests
+start about a thousand of them. `install()` replaces `subprocess.Popen` in this process. A command
+that runs this very interpreter is then forked from a template process, which takes about 0.1 s.
+The result is a real process: its parent is the process that started it, it has a session, files,
+environment and arguments of its own, and it exits or is killed like any other.
 
-What a fork cannot imitate starts afresh, as before: other interpreter options (`-W`, `-X`), other
-`PYTHON...` variables, and `Running(..., fresh=True)` in harness.py. Two
-things differ in a forked process: hashes of strings and addresses of torch's objects are the same
-in all of them, so that a set has the same order in every rank (the tests of the collectives start
-fresh ranks for that reason), and modules are already imported.
+A forked process differs from a fresh one in these ways:
+- All processes share one hash seed, and torch's objects have the same addresses in all of them. So
+  a set has the same order in every rank. The tests that care start fresh ranks.
+- The modules in PRELOADED are imported already, so a missing import of one of them goes unnoticed.
+- The umask is pytest's, and a command without a session of its own stays in pytest's.
 
-Linux only; elsewhere every process starts afresh.
+Processes that a fork cannot imitate start as fresh interpreters: other interpreter options (`-W`,
+`-X`), changed variables that count when Python or a library starts (READ_AT_START), and
+`Running(..., fresh=True)` of harness.py. On other systems than Linux every process starts fresh.
 """
 
 import ctypes
@@ -36,22 +38,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from importlib.machinery import SourceFileLoader
+from multiprocessing import process as multiprocessing_process
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 from harness import FRESH
 
-SPACE = "_" * 2**14  # an argument and a variable of the template's, see `_show_to_others`
 PRELOADED = ("torch", "torch.distributed.run", "numpy", "sklearn.datasets", "cloudpickle", "psutil")
-HANDLED = {
-    "PYTHONPATH",
-    "PYTHONUNBUFFERED",
-    "PYTHONIOENCODING",
-}  # of the variables that Python reads as it starts
-READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "MKL_", "OPENBLAS_", "MPL")
+
+# Variables that count only when a process starts. A fork imitates those of HANDLED.
+READ_AT_START = ("PYTHON", "TORCH_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "OPENBLAS_")
+HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+
+SPACE = "_" * 2**14  # an argument and a variable of the template, see `_show_to_others`
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-MESSAGE_SIZE = 2**20
+MESSAGE_SIZE = 2**17  # bytes of a request, which must fit into the socket's buffer
 MAX_FDS = 64
 PATIENCE = 60.0  # seconds to wait for a template on a busy machine
 
@@ -69,6 +71,8 @@ class Start:
     folder: str
     new_session: bool
     descriptors: list[int]  # the numbers that the descriptors sent along get there
+    blocked: list[int]  # signals, as an interpreter inherits them
+    ignored: list[int]
     depth: int = 0  # of the template to be made for it, if it may start others; 0: none
 
 
@@ -86,25 +90,40 @@ class Template:
         self.depth = depth  # 1: of the tests; 2: of what they start; 3: of what that starts
         self.process = process
         self.owner = os.getpid()
+        self.read_at_start = _read_at_start(dict(os.environ))
         self.lock = threading.Lock()
+        self.numbers = itertools.count()
 
     def start(self, start: Start, descriptors: list[int]) -> int | None:
-        """Return the new process's number, or None if it must be started afresh."""
-        if os.getpid() != self.owner or not can_fork(start):
+        """Return the new process's number, or None if it must be started fresh."""
+        if os.getpid() != self.owner or not self.can_fork(start):
             return None
         if self.may_start_others(start.arguments):
             start.depth = self.depth + 1
-        request = pickle.dumps(astuple(start))
+        number = next(self.numbers)
+        request = pickle.dumps((number, astuple(start)))
         if len(request) > MESSAGE_SIZE or len(descriptors) > MAX_FDS:
             return None
         try:
             with self.lock, _adopting():
                 socket.send_fds(self.connection, [request], descriptors)
-                return int(self.connection.recv(64))
-        except (OSError, ValueError):  # the template is gone: a test may have killed a group
+                return self.reply_to(number)
+        except OSError:  # the template is gone: a test may have killed a group
             if self.process is not None:
                 raise
             return None
+
+    def reply_to(self, number: int) -> int:
+        """Return the number of the process that this request started."""
+        while True:
+            reply = self.connection.recv(64)
+            if not reply:
+                raise ConnectionError("the template of the tests' processes has exited")
+            answered, pid = map(int, reply.split())
+            if answered == number:
+                return pid
+            with suppress(ProcessLookupError):  # a timeout or Ctrl-C left this one unclaimed
+                os.kill(pid, signal.SIGKILL)
 
     def may_start_others(self, arguments: list[str]) -> bool:
         """Tell whether a process is a launcher, a notebook's kernel or a rank of mp.spawn."""
@@ -113,94 +132,17 @@ class Template:
             return self.depth <= 2
         return self.depth == 1 and "-c" not in arguments[:3]
 
-
-class Popen(_FreshPopen):
-    """subprocess.Popen that forks the template where it can."""
-
-    def _execute_child(self, *args: Any) -> None:  # type: ignore[override]
-        names = list(inspect.signature(_FreshPopen._execute_child).parameters)[1:]
-        given = dict(zip(names, args, strict=True))
-        pid = None if _template is None else self._fork(given)
-        if pid is None:
-            super()._execute_child(*args)
-            return
-        self.pid = pid
-        self._child_created = True
-        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in ends))
-
-    def _fork(self, given: dict[str, Any]) -> int | None:
-        command = given["args"]
-        plain = not given["shell"] and given["preexec_fn"] is None and given["close_fds"]
-        if not plain or isinstance(command, str | bytes | os.PathLike):
-            return None
-        executable, *arguments = map(os.fsdecode, command)
-        if given["executable"] not in (None, command[0], executable):
-            return None
-        if executable != sys.executable:
-            return None
-        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
-        streams = [number if other == -1 else other for number, other in enumerate(streams)]
-        start = Start(
-            arguments,
-            dict(os.environ) if given["env"] is None else decoded(given["env"]),
-            str(Path(given["cwd"] or ".").resolve()),
-            given["start_new_session"],
-            [0, 1, 2, *given["pass_fds"]],
-        )
-        sys.audit("subprocess.Popen", executable, command, given["cwd"], given["env"])
-        assert _template
-        return _template.start(start, [*streams, *given["pass_fds"]])
-
-
-def decoded(environment: dict[Any, Any]) -> dict[str, str]:
-    return {os.fsdecode(name): os.fsdecode(value) for name, value in environment.items()}
-
-
-def _spawn(path: Any, command: list[Any], descriptors: Any) -> int:
-    """Start a child of multiprocessing, as `multiprocessing.util.spawnv_passfds` does."""
-    executable, *arguments = map(os.fsdecode, command)
-    if _template is not None and os.fsdecode(path) == executable == sys.executable:
-        kept = sorted({0, 1, 2, *descriptors})
-        start = Start(arguments, dict(os.environ), str(Path.cwd()), False, kept)
-        pid = _template.start(start, kept)
-        if pid is not None:
-            return pid
-    return _fresh_spawn(path, command, descriptors)
-
-
-def install() -> None:
-    """Have this process, and those that it starts, fork what they can."""
-    if sys.platform != "linux" or FRESH in os.environ:
-        return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    process = _FreshPopen(
-        [sys.executable, __file__, str(theirs.fileno()), SPACE],
-        env=os.environ | {SPACE: "", "OMP_NUM_THREADS": "1"},
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # Ctrl-C is not for it: it ends with this process
-    )
-    theirs.close()
-    assert ours.recv(64), "the template did not start"
-    _use(Template(ours, 1, process))
-
-
-def _use(template: Template) -> None:
-    global _template
-    _template = template
-    subprocess.Popen = Popen  # type: ignore[misc]
-    util.spawnv_passfds = _spawn
-
-
-def can_fork(start: Start) -> bool:
-    """Tell whether a forked process would be as a fresh one with these arguments would."""
-    arguments, environment = without_options(start.arguments), start.environment
-    runs_code = len(arguments) > 1 and arguments[0] in ("-c", "-m")
-    if not (runs_code or (arguments and arguments[0].endswith(".py"))):
-        return False
-    return FRESH not in environment and _read_at_start(environment) == _read_at_start(
-        dict(os.environ)
-    )
+    def can_fork(self, start: Start) -> bool:
+        """Tell whether a forked process would be as a fresh one with these arguments would."""
+        match without_options(start.arguments):
+            case ["-c" | "-m", _, *_]:
+                known = True
+            case [script, *_]:
+                known = script.endswith(".py") and Path(start.folder, script).is_file()
+            case _:
+                known = False
+        same = _read_at_start(start.environment) == self.read_at_start
+        return known and same and Path(start.folder).is_dir() and FRESH not in start.environment
 
 
 def without_options(arguments: list[str]) -> list[str]:
@@ -216,34 +158,188 @@ def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
     }
 
 
+class Popen(_FreshPopen):
+    """subprocess.Popen that forks the template where it can."""
+
+    def _execute_child(self, *args: Any) -> None:  # type: ignore[override]
+        names = list(inspect.signature(_FreshPopen._execute_child).parameters)[1:]
+        given = dict(zip(names, args, strict=True))
+        pid = None if _template is None else _fork(_template, given)
+        if pid is None:
+            super()._execute_child(*args)
+            return
+        self.pid = pid
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(given[name] for name in ends))
+
+
+def _fork(template: Template, given: dict[str, Any]) -> int | None:
+    """Return the number of the process that Popen's arguments ask for; None: start it fresh."""
+    command = given["args"]
+    unusual = (given["shell"], given["preexec_fn"], not given["close_fds"], given["umask"] + 1)
+    other_user = any(given[name] is not None for name in ("uid", "gid", "gids"))
+    other_group = given.get("process_group", -1) not in (-1, None)  # not in Python 3.10
+    if any(unusual) or other_user or other_group or isinstance(command, str | bytes | os.PathLike):
+        return None
+    executable, *arguments = map(os.fsdecode, command)
+    if given["executable"] not in (None, command[0]) or executable != sys.executable:
+        return None
+    streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+    streams = [number if other == -1 else other for number, other in enumerate(streams)]
+    variables = os.environ if given["env"] is None else given["env"]
+    start = Start(
+        arguments,
+        {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()},
+        os.path.abspath(given["cwd"] or "."),  # noqa: PTH100 - a link stays one
+        given["start_new_session"],
+        [0, 1, 2, *given["pass_fds"]],
+        *_signals(),
+    )
+    sys.audit("subprocess.Popen", executable, command, given["cwd"], given["env"])
+    return template.start(start, [*streams, *given["pass_fds"]])
+
+
+def _spawn(path: Any, command: list[Any], descriptors: Any) -> int:
+    """Start a child of multiprocessing, as `multiprocessing.util.spawnv_passfds` does."""
+    executable, *arguments = map(os.fsdecode, command)
+    if _template is not None and os.fsdecode(path) == executable == sys.executable:
+        kept = sorted({0, 1, 2, *descriptors})
+        start = Start(arguments, dict(os.environ), str(Path.cwd()), False, kept, *_signals())
+        pid = _template.start(start, kept)
+        if pid is not None:
+            return pid
+    return _fresh_spawn(path, command, descriptors)
+
+
+def _signals() -> tuple[list[int], list[int]]:
+    """Return the signals that are blocked and those that are ignored here: children inherit both.
+
+    Python itself ignores SIGPIPE and SIGXFSZ, and lets its children have them.
+    """
+    others = signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
+    ignored = [number for number in others if signal.getsignal(number) is signal.SIG_IGN]
+    return list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))), list(map(int, ignored))
+
+
+def install() -> None:
+    """Have this process, and those that it starts, fork what they can."""
+    if sys.platform != "linux" or FRESH in os.environ:
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    environment = os.environ | {SPACE: "", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)  # each process gets its own
+    process = _FreshPopen(
+        [sys.executable, __file__, str(theirs.fileno()), SPACE[:4096]],
+        env=environment,
+        pass_fds=[theirs.fileno()],
+    )
+    theirs.close()
+    assert ours.recv(64), "the template did not start"
+    _use(Template(ours, 1, process))
+
+
+def uninstall() -> None:
+    """Take `install` back, and wait until the template has exited."""
+    global _template
+    if _template is not None and _template.process is not None:
+        subprocess.Popen = _FreshPopen  # type: ignore[misc]
+        util.spawnv_passfds = _fresh_spawn
+        _template.connection.close()
+        _template.process.wait()
+        _template = None
+
+
+def _use(template: Template) -> None:
+    global _template
+    _template = template
+    subprocess.Popen = Popen  # type: ignore[misc]
+    util.spawnv_passfds = _spawn
+
+
 # ---------------------------------------------------------------- in the template
+
+
+def main() -> None:
+    """Import what most tests need, then fork. The forked processes return from `serve`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes of the test
+    subprocess.Popen = Popen  # type: ignore[misc]  # before torchrun's code imports it
+    paths = sys.path[1:]
+    for name in PRELOADED:
+        with suppress(ImportError):  # the test that needs the module reports it
+            importlib.import_module(name)
+    sys.modules.pop("torch.distributed.run", None)  # `python -m` runs it as new
+    gc.freeze()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.send(b"ready")
+    start = serve(connection)
+    become(start, paths)
+    while start.depth and (inner := with_template(start.depth)):
+        start = inner
+        become(start, paths)
+    run(start.arguments)
 
 
 def serve(connection: socket.socket) -> Start:
     """Fork a process for each request; return in the new process, with what it is to run."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
-        request, received, _, _ = socket.recv_fds(connection, MESSAGE_SIZE, MAX_FDS)
+        try:
+            request, received, _, _ = socket.recv_fds(connection, MESSAGE_SIZE, MAX_FDS)
+        except ConnectionResetError:
+            request = b""
         if not request:
-            os._exit(0)  # who would ask us has ended
+            os._exit(0)  # the process that we serve has exited
         template = os.getpid()
         middle = os.fork()
         if middle == 0:
-            # A child of a child that ends: the kernel gives it to whoever asked, as its own.
+            # The middle process exits, so the kernel hands its child to the nearest subreaper: the
+            # process that sent the request, which is waiting for the reply.
             middle = os.getpid()
             if os.fork():
                 os._exit(0)
             while os.getppid() in (middle, template):
                 time.sleep(0.0005)
-            start = Start(*pickle.loads(request))
+            number, fields = pickle.loads(request)
+            start = Start(*fields)
             _show_to_others(start)
-            connection.send(str(os.getpid()).encode())
-            connection.close()  # not later: its number may be another's then
+            connection.send(f"{number} {os.getpid()}".encode())
+            connection.close()  # before _place, which may give its number to another descriptor
             _place(received, start.descriptors)
             return start
         for descriptor in received:
             os.close(descriptor)
         os.waitpid(middle, 0)
+
+
+def _show_to_others(start: Start) -> None:
+    """Take on what others may look at, or send signals to, as soon as the process is started.
+
+    /proc/<pid>/cmdline and environ show what an interpreter was started with, and tests find their
+    processes there. SPACE has made room for any command.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in start.ignored:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, start.blocked)
+    if start.new_session:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(start.environment)
+    _show_command([sys.executable, *start.arguments])
+    _overwrite("env", (b"%b=%b" % variable for variable in os.environb.items()), b"\0")
+
+
+def _show_command(command: list[str]) -> None:
+    _overwrite("arg", map(os.fsencode, command), b" ")
+
+
+def _overwrite(what: str, strings: Iterable[bytes], padding: bytes) -> None:
+    """Write what fits of `strings` to where the kernel reads our arguments or environment."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first = {"arg": 45, "env": 47}[what]  # proc(5): arg_start, arg_end, env_start, env_end
+    begin, end = map(int, fields[first : first + 2])
+    text = b"".join(string + b"\0" for string in strings)[: end - begin - 1]
+    ctypes.memmove(begin, text.ljust(end - begin - 1, padding) + b"\0", end - begin)
 
 
 def _place(received: list[int], wanted: list[int]) -> None:
@@ -252,48 +348,23 @@ def _place(received: list[int], wanted: list[int]) -> None:
     spare = [os.dup2(descriptor, above + k) for k, descriptor in enumerate(received)]
     for descriptor, number in zip(spare, wanted, strict=True):
         os.dup2(descriptor, number)  # inheritable, as after an exec
-    for low, high in itertools.pairwise([*sorted(wanted), os.sysconf("SC_OPEN_MAX")]):
-        if low + 1 < high:  # an empty range closes everything (Python 3.11)
-            os.closerange(low + 1, high)
+    for low, high in itertools.pairwise([*sorted(set(wanted)), os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(low + 1, high)
 
 
 def become(start: Start, paths: list[str]) -> None:
     """Turn this forked process into the one that was asked for, up to its first line of code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.SIGINT not in start.ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(start.folder)
-    _open_streams("-u" in start.arguments[:2] or bool(os.environ.get("PYTHONUNBUFFERED")))
+    multiprocessing_process.ORIGINAL_DIR = start.folder  # type: ignore[attr-defined]
+    options = start.arguments[: -len(without_options(start.arguments))]
+    _open_streams("-u" in options or bool(os.environ.get("PYTHONUNBUFFERED")))
     added = [path for path in start.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(Path(start.folder, path)) for path in added] + paths
     importlib.invalidate_caches()
-    _draw_anew()
-    site.execsitecustomize()  # PYTHONPATH may hold one
-
-
-def _show_to_others(start: Start) -> None:
-    """Take on the session, arguments and variables of the new process: others look at them.
-
-    /proc/<pid>/cmdline and environ show what an interpreter was started with, and tests find their
-    processes there. SPACE has made room for any command.
-    """
-    if start.new_session:
-        os.setsid()
-    os.environ.clear()
-    os.environ.update(start.environment)
-    _show_command([sys.executable, *start.arguments])
-    _overwrite("env", (b"%b=%b" % variable for variable in os.environb.items()))
-
-
-def _show_command(command: list[str]) -> None:
-    _overwrite("arg", map(os.fsencode, command))
-
-
-def _overwrite(what: str, strings: Iterable[bytes]) -> None:
-    """Write what fits of `strings` to where the kernel reads our arguments or environment."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    first = {"arg": 45, "env": 47}[what]  # proc(5): arg_start, arg_end, env_start, env_end
-    begin, end = map(int, fields[first : first + 2])
-    text = b"".join(string + b"\0" for string in strings)[: end - begin - 1]
-    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+    _reseed()
+    _set_threads()
 
 
 def _open_streams(unbuffered: bool) -> None:
@@ -314,26 +385,33 @@ def _open_streams(unbuffered: bool) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _draw_anew() -> None:
-    """Let what a fresh interpreter would draw from the system differ here, too."""
+def _reseed() -> None:
+    """Seed the generators from the system, as a fresh interpreter does; Python does its own."""
     import numpy
     import torch
 
     numpy.random.seed()
     torch.default_generator.seed()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+
+
+def _set_threads() -> None:
+    import torch
+
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    torch.set_num_threads(int(wanted) if wanted else len(os.sched_getaffinity(0)))
 
 
 def run(arguments: list[str]) -> None:
     """Run a script, `-m module` or `-c code` as the interpreter's command line does."""
     arguments = without_options(arguments)
+    sys.modules.pop("sitecustomize", None)
+    site.execsitecustomize()  # PYTHONPATH may hold one
     main = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
+        sys.argv = ["-m", *arguments[2:]]
         sys.path.insert(0, str(Path.cwd()))
-        sys.argv[0] = "-m"
         runpy._run_module_as_main(arguments[1])  # type: ignore[attr-defined]
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
@@ -357,6 +435,7 @@ def with_template(depth: int) -> Start | None:
         _use(Template(ours, depth))
         return None
     ours.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _show_command([sys.executable, __file__])
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -366,7 +445,7 @@ def with_template(depth: int) -> Start | None:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Become the parent of what our descendants leave behind: of the child of a child that ends."""
+    """Be a subreaper, so that the process that the template's child forks becomes our child."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
@@ -376,27 +455,6 @@ def _adopting() -> Iterator[None]:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def main() -> None:
-    """Load what every test needs, then fork; this goes on in the forked processes."""
-    subprocess.Popen = Popen  # type: ignore[misc]  # before torchrun's code imports it
-    paths = sys.path[1:]
-    for _ in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        del paths[0]
-    for name in PRELOADED:
-        with suppress(ImportError):  # that is for the test to say
-            importlib.import_module(name)
-    sys.modules.pop("torch.distributed.run", None)  # `python -m` runs it as new
-    gc.freeze()
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    connection.send(b"ready")
-    start = serve(connection)
-    become(start, paths)
-    while start.depth and (inner := with_template(start.depth)):
-        start = inner
-        become(start, paths)
-    run(start.arguments)
 
 
 if __name__ == "__main__":
