@@ -8,7 +8,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 import pytest
-from harness import ROOT, run
+from harness import ROOT
 from lesson.sources import changed_lines, diff_text, find_hunks
 
 import ddp_ref
@@ -183,20 +183,3 @@ def test_nothing_of_this_machine_is_in_it(name):
     outputs = json.dumps([cell.outputs for cell in code_cells(name)])
     assert str(ROOT) not in outputs and str(Path.home()) + "/" not in outputs
     assert "site-packages" not in outputs or str(Path(sys.prefix)) not in outputs
-
-
-def test_one_notebook_runs(tmp_path):
-    """The others run under `make test-notebooks`."""
-    options = ["--nbval", "--nbval-cell-timeout=240", "-p", "no:randomly", "-n", "0", "-q"]
-    options += ["-p", "no:cacheprovider"]
-    ended = run(
-        sys.executable,
-        "-m",
-        "pytest",
-        *options,
-        f"--rootdir={ROOT}",
-        FOLDER / "00_what_ddp_is.ipynb",
-        cwd=tmp_path,
-        timeout=280,
-    )
-    assert ended.code == 0, ended.stdout

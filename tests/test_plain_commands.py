@@ -1,0 +1,30 @@
+"""pytest works as a reader types it, without flags of ours."""
+
+import re
+import sys
+
+from harness import ROOT, run
+
+PYTEST = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider"]
+
+
+def collected(folder, *arguments):
+    """Return the names of the tests that a command would run."""
+    ended = run(*PYTEST, "--collect-only", "-q", *arguments, cwd=folder)
+    assert ended.code in (0, 5), ended.stdout + ended.stderr
+    return set(re.findall(r"::(\w+)", ended.stdout))
+
+
+def test_long_tests_are_left_out_and_named_files_are_not(tmp_path):
+    gpt, site = ROOT / "tests/test_char_gpt.py", ROOT / "docs/../tests/test_site.py"
+    found = collected(tmp_path, gpt, site)
+    assert "test_defaults" not in found and "test_no_paragraph_is_trained_on_and_validated" in found
+    assert "test_every_page_loads_whole" in found
+    assert collected(tmp_path, gpt, "-m", "full") == {"test_defaults"}
+
+
+def test_a_notebook_runs_in_the_order_of_its_cells(tmp_path):
+    """The others run under `make test-notebooks`."""
+    notebook = ROOT / "notebooks/00_what_ddp_is.ipynb"
+    ended = run(*PYTEST, "--nbval", notebook, cwd=tmp_path, timeout=280)
+    assert ended.code == 0 and " passed" in ended.stdout, ended.stdout
