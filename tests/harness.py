@@ -112,8 +112,9 @@ class Running:
 
 
 def without_gloo(text: str) -> str:
-    """Leave out what gloo itself prints whenever a group opens (torch 2.8)."""
-    return re.sub(r"^(\[rank \d+\] )?\[Gloo\] Rank .*\n", "", text, flags=re.MULTILINE)
+    """Leave out what gloo itself prints whenever a group opens (torch 2.8); two may share a line."""
+    theirs = r"^.*(\[Gloo\] Rank|Expected number of connected peer ranks).*\n"
+    return re.sub(theirs, "", text, flags=re.MULTILINE)
 
 
 def marked(mark: str) -> list[psutil.Process]:
