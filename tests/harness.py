@@ -112,7 +112,7 @@ class Running:
 
 
 def without_gloo(text: str) -> str:
-    """Leave out what gloo itself prints whenever a group opens (torch 2.8); two may share a line."""
+    """Leave out the lines that gloo of torch 2.8 prints whenever a group opens."""
     theirs = r"^.*(\[Gloo\] Rank|Expected number of connected peer ranks).*\n"
     return re.sub(theirs, "", text, flags=re.MULTILINE)
 
