@@ -47,9 +47,9 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
         marks = {mark.name for mark in item.iter_markers()}
         return LONG in marks or (str(item.path) not in named and bool(marks & ON_REQUEST))
 
-    left_out = [item for item in items if is_left_out(item)]
-    items[:] = [item for item in items if not is_left_out(item)]
-    config.hook.pytest_deselected(items=left_out)
+    left_out = {item for item in items if is_left_out(item)}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
 
 
 def keep_cells_in_order(items: list[pytest.Item]) -> None:

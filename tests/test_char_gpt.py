@@ -16,8 +16,9 @@ from ddp_ref import Handler, run_ranks
 SCRIPT = SCRIPTS / "char_gpt.py"
 # The text is this Python's. Two ranks take the steps of one process if no sample is padded: so the
 # block size is one that gives an even number of samples.
-TEXT = runpy.run_path(str(SCRIPT))["read_text"]()
-BLOCK = next(size for size in range(64, 1, -1) if (len(TEXT) * 9 // 10 - 1) // size % 2 == 0)
+DEFINED = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+TRAINED_ON = torch.arange(len(DEFINED.split(DEFINED.read_text())[0]))
+BLOCK = next(n for n in range(64, 1, -1) if len(DEFINED.windows(TRAINED_ON, n)) % 2 == 0)
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", str(BLOCK)]
 JOB = [*SMALL, "--epochs", "3", "--lr", "0.02", "--length", "40"]
 TWO = [*JOB, "--batch-size", "32"]  # on each of two ranks
@@ -27,7 +28,7 @@ EPOCH = re.compile(r"epoch (\d+) \| validation loss ([\d.]+) nats, ([\d.]+) bits
 @pytest.fixture(scope="module")
 def script():
     """Return what the script defines."""
-    return SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+    return DEFINED
 
 
 @pytest.fixture
