@@ -25,6 +25,7 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 # Of src/ddp_ref; the other tests are about the scripts, the notebooks and the pages.
 PACKAGE := callbacks checkpoint collectives configuration copy data doctor environment faults \
 	handler initialize on_rank parallel_execution reference run_folder run_ranks trainer
+STRICT := src/ddp_ref/workers $(wildcard src/ddp_ref/[!h]*.py)  # the core, doctor and the workers
 PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
 
 unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile the package again
@@ -88,7 +89,7 @@ endif
 test-torch: $(READY)  ## run the package's tests with another torch: TORCH=2.8.0
 	$(BIN)/python -m pytest $(PACKAGE_TESTS) $(ARGS)
 
-test-mutants: $(READY)  ## break the package in 30 ways and count how many the tests notice
+test-mutants: $(READY)  ## break the package in 33 ways and count how many the tests notice
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 test-coverage: $(READY)  ## run all tests and tell which lines and branches of the package they reach
@@ -127,6 +128,7 @@ lint: $(READY)  ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent $(STRICT)
 
 format: $(READY)  ## format the code and mend what lint can
 	$(BIN)/ruff format .

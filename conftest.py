@@ -1,10 +1,10 @@
 """Make `pytest` work as it is typed: what it leaves out, notebooks in order, pages as tests."""
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 import warm_start
 from fences import SybilFailure, pages, run_page
 from xdist.remote import Producer
@@ -27,7 +27,7 @@ def pytest_unconfigure() -> None:
 
 def pytest_report_header() -> str:
     """Say at the top of a run which torch it tests; pytest itself names the Python."""
-    return f"torch: {torch.__version__}"
+    return f"torch: {version('torch')}"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,13 +39,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests that a make target of their own runs."""
+    """Deselect the tests that a make target of their own runs, unless they are named."""
     folder = config.invocation_params.dir
-    named = {os.path.normpath(folder / argument.split("::")[0]) for argument in config.args}
+    parts = [argument.partition("::") for argument in config.args]
+    named = {(os.path.normpath(folder / path), test) for path, _, test in parts}
 
     def is_left_out(item: pytest.Item) -> bool:
         marks = {mark.name for mark in item.iter_markers()}
-        return LONG in marks or (str(item.path) not in named and bool(marks & ON_REQUEST))
+        path, test = str(item.path), item.nodeid.partition("::")[2]
+        if any(test.startswith(name) and name for file, name in named if file == path):
+            return False
+        return LONG in marks or ((path, "") not in named and bool(marks & ON_REQUEST))
 
     left_out = {item for item in items if is_left_out(item)}
     items[:] = [item for item in items if item not in left_out]

@@ -95,6 +95,8 @@ def parse_args(description: str | None, checkpoint: str, nproc: int = 0) -> argp
     """Parse the flags that all scripts have; a wrong value is one line on stderr and exit code 2.
 
     `checkpoint` is the default path; `nproc` above 0 is the default of --nproc, spawn's own flag.
+    Each process takes seconds and hundreds of MB to start, so more than 4 per core are refused
+    (16 are always allowed), and more than one per core is a warning.
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -113,11 +115,22 @@ def parse_args(description: str | None, checkpoint: str, nproc: int = 0) -> argp
     add("--dataset", choices=["digits", "toy"], default="digits", help="default: digits")
     add("--checkpoint", type=Path, default=checkpoint, metavar="PATH", help=f"({checkpoint})")
     if nproc:
-        add("--nproc", type=count, default=nproc, help=f"processes to start ({nproc})")
-    return parser.parse_args()
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        most = max(16, 4 * cores)
+        few = _number(int, 1, most, " (4 per CPU core, or 16 if that is more)")
+        add(
+            "--nproc", type=few, default=nproc, help=f"processes to start ({nproc}); {most} at most"
+        )
+    args = parser.parse_args()
+    if nproc and args.nproc > cores:
+        slow = f"warning: --nproc {args.nproc} is slow: the processes share {cores} CPU cores"
+        print(slow, file=sys.stderr, flush=True)
+    return args
 
 
-def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], int | float]:
+def _number(
+    kind: type[int] | type[float], low: float, high: float, why: str = ""
+) -> Callable[[str], int | float]:
     def parse(text: str) -> int | float:
         try:
             value = kind(text)
@@ -127,7 +140,7 @@ def _number(kind: type[int] | type[float], low: float, high: float) -> Callable[
             raise argparse.ArgumentTypeError(f"needs {what}, not {text}")
         return value
 
-    what = "a finite number above 0" if kind is float else f"an integer from {low} to {high}"
+    what = "a finite number above 0" if kind is float else f"an integer from {low} to {high}{why}"
     return parse
 
 

@@ -1,11 +1,11 @@
 """Bring the outputs of all ranks to rank 0 in data-set order, and evaluate each item once.
 
-Two ranks on the CPU. The gather is of 64 MiB of float32 outputs, in batches of 2 MiB a rank; its
-measure is a bare all-reduce of as many bytes. What `Handler.predict` does with a model's outputs
-brings them to rank 0 alone and in order, the others to all ranks. The evaluation is of 20,001
-items, which two ranks cannot share evenly, by a small model; its measure is a loop by hand over
-each rank's own items, with one all-reduce at the end. All find the same loss and the same outputs,
-or the benchmark fails.
+Two ranks on the CPU. The gather moves 64 MiB of float32 outputs, in batches of 2 MiB per rank; its
+baseline is a bare all-reduce of as many bytes. `Handler.predict` brings the outputs to rank 0 alone
+and in order; the other ways bring them to all ranks. The evaluation runs a small model over 20,001
+items, which two ranks cannot share evenly; its baseline is a hand-written loop over each rank's own
+items, with one all-reduce at the end. The benchmark fails unless all ways give the same loss and
+the same outputs.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ddp_ref import Handler, initialize_ddp, run_ranks
-from ddp_ref.evaluation import outputs_in_order
+from ddp_ref.training.evaluation import outputs_in_order
 
 ROUNDS, RANKS = 30, 2
 BATCHES, ROWS, COLUMNS = 16, 2048, 256  # of a rank; a batch is 2 MiB
@@ -58,12 +58,12 @@ def gather_times(rounds: int) -> dict[str, list[float]]:
         return torch.cat([accelerator.gather_for_metrics(part) for part in parts])
 
     def as_objects() -> Tensor:
-        found: list[Tensor] = [torch.empty(0)] * RANKS
-        dist.all_gather_object(found, torch.cat(parts))
-        return torch.stack(found, 1).flatten(0, 1)
+        ranks: list[Tensor] = [torch.empty(0)] * RANKS
+        dist.all_gather_object(ranks, torch.cat(parts))
+        return torch.stack(ranks, 1).flatten(0, 1)
 
-    found = ours()
-    assert found is None if info.rank else torch.equal(found, every)
+    outputs = ours()
+    assert outputs is None if info.rank else torch.equal(outputs, every)
     assert torch.equal(as_objects(), every)
     assert torch.equal(by_accelerate().sort(0).values, every)  # in an order of its own
     reduce = together(timed(lambda: dist.all_reduce(reduced)))
@@ -97,8 +97,8 @@ def evaluation_times(rounds: int) -> dict[str, list[float]]:
     sharded = accelerator.prepare(DataLoader(data, BATCH))
 
     def ours() -> tuple[float, float]:
-        found = handler.validate()
-        return found["loss"], found["accuracy"]
+        metrics = handler.validate()
+        return metrics["loss"], metrics["accuracy"]
 
     ways: dict[str, Callable[[], tuple[float, float]]] = {
         BY_HAND: partial(by_hand, model, own),
@@ -139,17 +139,17 @@ def by_hand(model: nn.Module, own: DataLoader) -> tuple[float, float]:
 def by_gather(
     model: nn.Module, batches: DataLoader, gather: Callable[..., tuple[Tensor, Tensor]]
 ) -> tuple[float, float]:
-    found = [gather((model(inputs), targets)) for inputs, targets in batches]
-    outputs, targets = map(torch.cat, zip(*found, strict=True))
+    gathered = [gather((model(inputs), targets)) for inputs, targets in batches]
+    outputs, targets = map(torch.cat, zip(*gathered, strict=True))
     assert len(targets) == ITEMS
     return means(outputs, targets)
 
 
 @torch.no_grad()
 def by_objects(model: nn.Module, own: DataLoader) -> tuple[float, float]:
-    found = [(model(inputs), targets) for inputs, targets in own]
+    local = [(model(inputs), targets) for inputs, targets in own]
     parts: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * RANKS
-    dist.all_gather_object(parts, tuple(map(torch.cat, zip(*found, strict=True))))
+    dist.all_gather_object(parts, tuple(map(torch.cat, zip(*local, strict=True))))
     outputs, targets = map(torch.cat, zip(*parts, strict=True))
     assert len(targets) == ITEMS
     return means(outputs, targets)

@@ -18,9 +18,9 @@ from side_by_side import AGAIN, compare, find, side_by_side, timed
 from tables import Table, goal
 
 from ddp_ref import ParallelExecutor
-from ddp_ref.pickling import dumps
+from ddp_ref.workers.serialization import dumps
 
-ROUNDS, WORKERS, CALLS, FEW = 30, 2, 100, 5
+ROUNDS, WORKERS, CALLS, FEW = 30, 2, 100, 10
 OURS, SPAWN, PIPES = "ParallelExecutor, open", "mp.spawn", "two bare pipes"
 
 

@@ -6,7 +6,7 @@ root_doc = "README"
 html_title = project
 language = "en"
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**.md", "notebooks/*.ipynb"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 

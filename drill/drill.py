@@ -4,7 +4,7 @@
 
 A round starts scripts/train_reference.py on two ranks, strikes at a moment, and waits for the end:
 no hang, no process left, no checkpoint lost, and an error that names its cause, unless it could go
-on. Then the same line again must resume from the newest whole checkpoint. Either way the weights
+on. Then the same line again must resume from the newest intact checkpoint. Either way the weights
 must be those of an unbroken run, bit for bit.
 """
 

@@ -8,12 +8,13 @@ import torch
 from harness import Result
 from plan import DAMAGES, KEEP, Plan
 
-from ddp_ref import checkpoint
+from ddp_ref.training import checkpoint
 
 Weights = dict[str, torch.Tensor]
 CAUSES = {  # in the words of the rank, or of its launcher
     "kill": "SIGKILL|Killed|exitcode: -9",
-    "stop": "[Tt]imed out|timeout after|there came no rank|cannot reach the master",
+    "stop": "[Tt]imed out|timeout after|did not (arrive|open the group)"
+    "|the master does not answer|cannot reach the master",
     "pause": "(?!)",  # it must go on
     "interrupt": "SIGINT|nterrupt|sending Ctrl-C|exitcode: -2",
     # torchrun ends the other ranks with "closing signal SIGTERM" after any failure.

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddp_ref import Checkpoint, Handler, TrainerDDP, checkpoint, handler
+from ddp_ref import Checkpoint, Handler, TrainerDDP, handler
+from ddp_ref.training import checkpoint
 
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
 PATIENCE = 60  # seconds, with the drill

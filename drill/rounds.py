@@ -15,12 +15,12 @@ from launchers import CHECKPOINTS, command, slurm_environment
 from moment import REACHED, VARIABLE
 from plan import DAMAGES, EPOCHS, STEPS, Plan
 
-from ddp_ref import checkpoint
+from ddp_ref.training import checkpoint
 
 Line = list[str | Path]  # a command
 Moment = dict[str, int | str | None]  # the rank None is none
 WENT_ON, RESUMED, BEGAN_ANEW, WRONG = "went on", "resumed", "began anew", "WRONG"
-PASSED_OVER = "taking the one before it"  # of a damaged checkpoint
+PASSED_OVER = "trying the one before it"  # of a damaged checkpoint
 DEADLINE = 150  # seconds: a stopped rank costs patience, and 30 s of its launcher's
 
 

@@ -1,22 +1,29 @@
 """What the collectives promise, checked on every rank: run by test_collectives.py."""
 
 import math
+import resource
+import sys
+import time
 
 import torch
 import torch.distributed as dist
 from rank_checks import raised, run_checks
 
 from ddp_ref.collectives import (
+    barrier,
     broadcast_object,
     gather_objects,
-    gather_rows,
     gather_tensors,
+    reduce_max,
     reduce_mean,
+    reduce_min,
     reduce_sum,
 )
+from ddp_ref.training.sharded_data import gather_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.int64]
 DTYPES += [torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]
+REDUCTIONS = [reduce_sum, reduce_mean, reduce_max, reduce_min]
 
 
 class Record:
@@ -38,66 +45,230 @@ def counted(name, call):
 
 def check_sums_are_exact():
     me, world = dist.get_rank(), dist.get_world_size()
-    values = {"loss": 0.1, "big": 2.0**53 - 10 if me == 0 else 1, "tensor": torch.tensor([1.5])}
-    sums = reduce_sum(values)
-    assert list(sums) == ["loss", "big", "tensor"]
+    sums = reduce_sum({"loss": 0.1, "big": 2.0**53 - 10 if me == 0 else 1})
+    assert list(sums) == ["loss", "big"]
     assert sums["big"] == 2.0**53 - 10 + world - 1
-    assert sums["tensor"] == 1.5 * world and abs(sums["loss"] - 0.1 * world) < 1e-15
+    assert abs(sums["loss"] - 0.1 * world) < 1e-15
     assert all(type(value) is float for value in sums.values())
+
+
+def check_largest_and_smallest_are_exact():
+    me, world = dist.get_rank(), dist.get_world_size()
+    for sign in (1, -1):
+        values = {"rank": sign * me, "big": torch.tensor(sign * (2**62 + me))}
+        largest, smallest = reduce_max(values), reduce_min(values)
+        ends = sorted([0, sign * (world - 1)])
+        assert [smallest["rank"], largest["rank"]] == ends and type(largest["rank"]) is float
+        assert [smallest["big"] - sign * 2**62, largest["big"] - sign * 2**62] == ends
+    assert reduce_min({"x": -math.inf if me == 0 else 1.0})["x"] == -math.inf
+    assert reduce_max({"x": -math.inf})["x"] == -math.inf
+
+
+def check_a_tensor_of_any_shape_comes_back_as_it_was_given():
+    me, world = dist.get_rank(), dist.get_world_size()
+    ranks = [*range(world)]
+    for dtype in DTYPES:
+        for shape in [(), (1,), (0, 3), (4, 4), (2, 3, 4)]:
+            cases = [(reduce_sum, sum(ranks)), (reduce_max, world - 1), (reduce_min, 0)]
+            cases += [(reduce_mean, sum(ranks) / world)]
+            if dtype == torch.bool:
+                cases = cases[1:3]
+            elif dtype.is_complex:
+                cases = [cases[0], cases[3]]
+            elif not dtype.is_floating_point:
+                cases = cases[:3]
+            for function, expected in cases:
+                own = torch.full(shape, me).to(dtype)
+                (result,) = function({"x": own}).values()
+                assert result.shape == shape and result.dtype == dtype
+                assert torch.equal(result.to(torch.complex64), _as_complex(shape, expected, dtype))
+                assert torch.equal(own, torch.full(shape, me).to(dtype))
+
+
+def _as_complex(shape, value, dtype):
+    return torch.full(shape, value).to(dtype).to(torch.complex64)
+
+
+def check_a_tensor_may_be_a_view_with_a_gradient():
+    me, world = dist.get_rank(), dist.get_world_size()
+    whole = torch.arange(12.0).reshape(3, 4).requires_grad_() * (me + 1)
+    view = whole.t()[1:, ::2]
+    assert view.requires_grad and not view.is_contiguous()
+    for function in REDUCTIONS:
+        result = function({"x": view})["x"]
+        factor = {reduce_sum: sum(range(world + 1)), reduce_mean: (world + 1) / 2}
+        expected = torch.arange(12.0).reshape(3, 4).t()[1:, ::2]
+        expected = expected * factor.get(function, world if function is reduce_max else 1)
+        assert torch.equal(result, expected) and not result.requires_grad
+    z = torch.full((2,), 1 + 2j, dtype=torch.complex64).conj()
+    assert torch.equal(reduce_sum({"z": z})["z"], world * z.resolve_conj())
+
+
+def check_a_result_is_a_tensor_of_its_own():
+    """Results neither share memory with what was passed, nor with each other."""
+    own = {"x": torch.ones(3, dtype=torch.float64), "y": torch.ones(3, dtype=torch.float64)}
+    for function in REDUCTIONS:
+        results = function(own)
+        results["x"].fill_(7)
+        assert own["x"].tolist() == [1, 1, 1] and (results["y"] != 7).all()
+        assert results["y"].untyped_storage().nbytes() == results["y"].nbytes
+
+
+def check_mixed_dtypes_are_reduced_in_the_same_order_on_all_ranks():
+    """Ranks with a hash seed each: a set of the dtypes would have another order in each."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    makers = {
+        "number": lambda rank: rank + 0.5,
+        "matrix": lambda rank: torch.full((4, 4), rank, dtype=torch.int64),
+        "half": lambda rank: torch.full((3,), rank, dtype=torch.float16),
+        "complex": lambda rank: torch.full((2,), rank, dtype=torch.complex64),
+        "double": lambda rank: torch.tensor(rank, dtype=torch.float64),
+        "bytes": lambda rank: torch.full((5,), rank, dtype=torch.uint8),
+        "single": lambda rank: torch.full((2, 1), rank, dtype=torch.float32),
+    }
+    names = [*makers]
+    for _ in range(20):
+        turned = names[me:] + names[:me] if world > 1 else names
+        sums = reduce_sum({name: makers[name](me) for name in turned})
+        assert list(sums) == names
+        assert sums["number"] == sum(range(world)) + world / 2
+        for name in names[1:]:
+            own = makers[name](me)
+            assert sums[name].dtype == own.dtype and sums[name].shape == own.shape
+            assert (sums[name] == sum(range(world))).all()
+
+
+def check_all_numbers_and_floating_point_tensors_are_one_all_reduce():
+    values = {"a": 1.0, "b": 2, "c": torch.ones(4, 4), "d": torch.ones(2).double()}
+    for function in REDUCTIONS:
+        assert counted("all_reduce", lambda f=function: f(values))[1] == 1
+    whole = {"e": torch.ones(3, dtype=torch.int32), "f": torch.ones(2, dtype=torch.int64)}
+    assert counted("all_reduce", lambda: reduce_sum({**values, **whole}))[1] == 2
+    assert counted("all_reduce", lambda: reduce_sum({}))[1] == 0
+
+
+def check_half_precision_is_added_up_in_double():
+    me, world = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float16, torch.bfloat16):
+        own = torch.tensor(2.0 if me else 2.0**-9, dtype=dtype)
+        exact = (2.0 * (world - 1) + 2.0**-9) / world
+        result = reduce_mean({"x": own}, 100_000)["x"]  # too many for float16
+        assert result == torch.tensor(exact, dtype=torch.float64).to(dtype)
 
 
 def check_a_mean_is_weighted_by_the_samples():
     me, world = dist.get_rank(), dist.get_world_size()
     count = 10 * me + 1
     total = sum(10 * rank + 1 for rank in range(world))
-    means = reduce_mean({"loss": float(me), "one": 1}, count)
-    assert means["loss"] == sum(rank * (10 * rank + 1) for rank in range(world)) / total
-    assert means["one"] == 1
-
-
-def check_known_names_are_one_packed_all_reduce():
-    for function, count in [(reduce_sum, ()), (reduce_mean, (2,))]:
-        values = {"a": 1.0, "b": 2.0, "c": 3.0}
-        for names, gathers in [(["a", "b", "c"], 0), (None, 1)]:
-            call = lambda f=function, n=names, c=count: f(values, *c, names=n)  # noqa: B023, E731
-            assert counted("all_reduce", call)[1] == 1
-            assert counted("all_gather_object", call)[1] == gathers
+    weighted = sum(rank * (10 * rank + 1) for rank in range(world)) / total
+    for given in (count, float(count), torch.tensor(count)):
+        means = reduce_mean({"loss": float(me), "one": 1, "rows": torch.tensor([me, 1.0])}, given)
+        assert means["loss"] == weighted and means["one"] == 1
+        assert torch.equal(means["rows"], torch.tensor([weighted, 1.0]))
+    assert reduce_mean({"loss": float(me)})["loss"] == (world - 1) / 2
 
 
 def check_a_rank_with_nothing_takes_part():
     me, world = dist.get_rank(), dist.get_world_size()
     for empty in range(world):
-        for names in (None, ["b", "a"]):
-            values = {} if me == empty else {"a": 1.0, "b": float(me)}
-            others = [rank for rank in range(world) if rank != empty]
-            sums = reduce_sum(values, names=names)
-            assert sums == {"a": world - 1, "b": sum(others)}
-            assert list(sums) == (names or ["a", "b"])
-            means = reduce_mean(values, len(values), names=names)
-            assert means == {"a": 1, "b": sum(others) / len(others)}
-        not_a_mean = {"a": math.nan} if me == empty else {"a": 2.0}
-        assert reduce_mean(not_a_mean, int(me != empty)) == {"a": 2.0}
+        others = [rank for rank in range(world) if rank != empty]
+        own = {
+            "a": 1.0,
+            "b": float(me),
+            "c": torch.full((2, 2), me, dtype=torch.float16),
+            "d": torch.tensor(-me - 5),
+        }
+        values = {} if me == empty else own
+        sums, largest, smallest = reduce_sum(values), reduce_max(values), reduce_min(values)
+        for results, combine in [(sums, sum), (largest, max), (smallest, min)]:
+            assert list(results) == ["a", "b", "c", "d"]
+            assert results["b"] == combine(others)
+            assert results["c"].dtype == torch.float16
+            assert results["c"].tolist() == [[combine(others)] * 2] * 2
+            assert results["d"] == combine([-rank - 5 for rank in others])
+        assert sums["a"] == world - 1
+        del own["d"]
+        for means in (reduce_mean(values and own), reduce_mean(values and own, len(values))):
+            assert means["a"] == 1 and means["b"] == sum(others) / len(others)
+            assert means["c"].tolist() == [[sum(others) / len(others)] * 2] * 2
+        bad = {"a": math.nan, "t": torch.tensor([math.inf, math.nan])}
+        good = {"a": 2.0, "t": torch.tensor([1.0, 2.0])}
+        means = reduce_mean(bad if me == empty else good, int(me != empty))
+        assert means["a"] == 2.0 and means["t"].tolist() == [1, 2]
 
 
 def check_nothing_on_any_rank():
-    assert reduce_sum({}) == {} and reduce_mean({}, 0) == {}
-    assert math.isnan(reduce_mean({"loss": 1.0}, 0)["loss"])
-    assert reduce_sum({}, names=["a"]) == {"a": 0}
+    assert all(function({}) == {} for function in REDUCTIONS) and reduce_mean({}, 0) == {}
+    means = reduce_mean({"loss": 1.0, "rows": torch.ones(2)}, 0)
+    assert math.isnan(means["loss"]) and means["rows"].isnan().all()
 
 
 def check_a_non_finite_value_is_seen_by_all():
-    bad = dist.get_world_size() - 1
-    for value in (math.nan, math.inf):
-        loss = value if dist.get_rank() == bad else 1.0
-        assert not math.isfinite(reduce_sum({"loss": loss})["loss"])
-        assert not math.isfinite(reduce_mean({"loss": loss}, 1)["loss"])
+    """gloo's own maximum of 0, nan and 2, on three ranks in this order, is 0."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    for bad in range(world):
+        for value in (math.nan, math.inf):
+            loss = value if me == bad else float(me)
+            rows = torch.full((7,), float(me))
+            rows[3] = loss
+            for function in REDUCTIONS:
+                results = function({"loss": loss, "rows": rows})
+                if math.isnan(value):
+                    assert math.isnan(results["loss"])
+                elif function is not reduce_min:
+                    assert results["loss"] == math.inf
+                assert torch.equal(results["rows"][3].isnan(), torch.tensor(math.isnan(value)))
+                assert results["rows"][[0, 1, 2, 4, 5, 6]].isfinite().all()
+            if math.isnan(value):
+                results = reduce_max({"rows": rows}), reduce_min({"rows": rows})
+                assert [each["rows"][0].item() for each in results] == [world - 1, 0]
 
 
-def check_different_names_are_an_error_on_all():
-    mine = {"loss": 1.0} if dist.get_rank() else {"loss": 1.0, "accuracy": 1.0}
-    for call in (lambda: reduce_sum(mine), lambda: reduce_mean(mine, 1)):
-        assert "'accuracy'" in str(raised(ValueError, call))
-    raised(ValueError, lambda: reduce_sum({"loss": 1.0}, names=["accuracy"]))
+def check_bools_are_any_and_all():
+    me = dist.get_rank()
+    for own, anywhere, everywhere in [(me == 0, True, False), (True, True, True)]:
+        values = {"tensor": torch.tensor([own, False]), "number": own}
+        largest, smallest = reduce_max(values), reduce_min(values)
+        assert largest["tensor"].tolist() == [anywhere, False]
+        assert smallest["tensor"].tolist() == [everywhere, False]
+        assert (largest["number"], smallest["number"]) == (anywhere, everywhere)
+
+
+def check_what_has_no_result_of_its_dtype_is_refused_on_all():
+    cases = [
+        (reduce_sum, torch.bool, "int"),
+        (reduce_mean, torch.bool, "double"),
+        (reduce_mean, torch.int64, "double"),
+        (reduce_max, torch.complex64, "abs"),
+        (reduce_min, torch.complex128, "abs"),
+    ]
+    for function, dtype, way_out in cases:
+        own = {"fine": 1.0, "odd": torch.ones(2, dtype=dtype)}
+        for values in (own, {} if dist.get_rank() == 0 else own):
+            error = str(raised(ValueError, lambda f=function, v=values: f(v)))
+            assert all(part in error for part in ("'odd'", str(dtype), f".{way_out}()"))
+    assert reduce_sum({"a": 1.0}) == {"a": dist.get_world_size()}
+
+
+def check_what_is_no_number_is_refused_by_name():
+    for value in ("1.5", None, [1.0], 1j):
+        for function in REDUCTIONS:
+            error = raised(TypeError, lambda f=function, v=value: f({"loss": v}))
+            assert str(error) == f"'loss' must be a number or a tensor, not {value!r}"
+
+
+def check_different_names_shapes_or_dtypes_are_an_error_on_all():
+    me = dist.get_rank()
+    pairs = [
+        ({"loss": 1.0, "accuracy": 1.0}, {"loss": 1.0}, "'accuracy'"),
+        ({"x": torch.ones(4, 4)}, {"x": torch.ones(16)}, "[4, 4]"),
+        ({"x": torch.ones(2)}, {"x": torch.ones(2).double()}, "torch.float64"),
+        ({"x": torch.tensor(1.0, dtype=torch.float64)}, {"x": 1.0}, "number"),
+    ]
+    for first, other, named in pairs:
+        for function in REDUCTIONS:
+            error = str(raised(ValueError, lambda f=function, v=other if me else first: f(v)))
+            assert named in error and "\n" not in error
     assert reduce_sum({"a": 1.0}) == {"a": dist.get_world_size()}
 
 
@@ -120,13 +291,17 @@ def check_tensors_of_any_shape_and_dtype_arrive_in_order():
                     generator = torch.Generator().manual_seed(rank)
                     return torch.randint(0, 2, size, generator=generator).to(dtype)
 
-                parts = gather_tensors(part(me))
-                if me != 0:
-                    assert parts is None
-                    continue
-                for rank, got in enumerate(parts):
-                    assert got.dtype == dtype and got.shape == part(rank).shape
-                    assert torch.equal(got.to(torch.complex64), part(rank).to(torch.complex64))
+                for to_all in (False, True):
+                    own = part(me)
+                    parts = gather_tensors(own, to_all)
+                    if me != 0 and not to_all:
+                        assert parts is None
+                        continue
+                    for rank, got in enumerate(parts):
+                        assert got.dtype == dtype and got.shape == part(rank).shape
+                        assert torch.equal(got.to(torch.complex64), part(rank).to(torch.complex64))
+                    parts[me].fill_(1)
+                    assert torch.equal(own.to(torch.complex64), part(me).to(torch.complex64))
     mixed = gather_tensors(torch.zeros(me + 1, dtype=DTYPES[me]))
     if me == 0:
         assert [(len(p), p.dtype) for p in mixed] == [(r + 1, DTYPES[r]) for r in range(world)]
@@ -135,25 +310,25 @@ def check_tensors_of_any_shape_and_dtype_arrive_in_order():
 def check_a_part_may_be_a_conjugate_or_negative_view():
     part = torch.full((3,), 1 + 2j, dtype=torch.complex64)
     for view in (part.conj(), part.conj().imag):
-        parts = gather_tensors(view)
-        if dist.get_rank() == 0:
-            assert all(torch.equal(each, view.resolve_neg()) for each in parts)
+        for to_all in (False, True):
+            parts = gather_tensors(view, to_all)
+            if to_all or dist.get_rank() == 0:
+                assert all(torch.equal(each, view.resolve_neg()) for each in parts)
 
 
 def check_a_part_may_be_one_element_of_many():
-    parts = gather_tensors(torch.arange(8.0)[dist.get_rank() :: 8])
-    if dist.get_rank() == 0:
-        assert torch.equal(torch.cat(parts), torch.arange(float(dist.get_world_size())))
+    for to_all in (False, True):
+        parts = gather_tensors(torch.arange(8.0)[dist.get_rank() :: 8], to_all)
+        assert (parts is None) == (dist.get_rank() > 0 and not to_all)
+        assert parts is None or torch.equal(
+            torch.cat(parts), torch.arange(float(dist.get_world_size()))
+        )
 
 
-def check_a_mean_without_values_is_refused():
-    for names in (None, ["loss"]):
-        try:
-            reduce_mean({}, 5, names=names)
-        except ValueError as error:
-            assert "values are empty for 5 samples" in str(error)
-        else:
-            raise AssertionError("a mean of nothing over 5 samples")
+def check_a_mean_without_values_is_refused_on_all():
+    for values in ({}, {} if dist.get_rank() == 0 else {"loss": 1.0}):
+        error = raised(ValueError, lambda v=values: reduce_mean(v, 5))
+        assert "values are empty for 5 samples" in str(error)
 
 
 def check_a_part_may_be_a_view_with_a_gradient():
@@ -169,12 +344,13 @@ def check_a_part_may_be_a_view_with_a_gradient():
 def check_a_rank_without_a_tensor_is_none_in_the_list():
     me, world = dist.get_rank(), dist.get_world_size()
     for empty in range(world):
-        parts = gather_tensors(None if me == empty else torch.full((me + 1,), me))
-        if me == 0:
-            assert [part is None for part in parts] == [rank == empty for rank in range(world)]
-            assert all(p.tolist() == [r] * (r + 1) for r, p in enumerate(parts) if r != empty)
-    parts = gather_tensors(None)
-    assert parts == ([None] * world if me == 0 else None)
+        for to_all in (False, True):
+            parts = gather_tensors(None if me == empty else torch.full((me + 1,), me), to_all)
+            if me == 0 or to_all:
+                assert [part is None for part in parts] == [rank == empty for rank in range(world)]
+                assert all(p.tolist() == [r] * (r + 1) for r, p in enumerate(parts) if r != empty)
+    assert gather_tensors(None) == ([None] * world if me == 0 else None)
+    assert gather_tensors(None, to_all=True) == [None] * world
 
 
 def check_rows_arrive_dealt_in_turns():
@@ -210,17 +386,19 @@ def check_rows_of_two_kinds_are_refused_on_all_ranks():
 
 def check_objects_arrive_in_order():
     me, world = dist.get_rank(), dist.get_world_size()
-    parts = gather_objects({"rank": me, "long": "x" * 1000 * me, "tensor": torch.ones(me)})
-    if me == 0:
+    for to_all in (False, True):
+        own = {"rank": me, "long": "x" * 1000 * me, "tensor": torch.ones(me)}
+        parts, records = gather_objects(own, to_all), gather_objects(Record(me), to_all)
+        nothing = gather_objects(None, to_all)
+        if me > 0 and not to_all:
+            assert parts is None and records is None and nothing is None
+            continue
         assert [part["rank"] for part in parts] == list(range(world))
         assert all(
             len(p["long"]) == 1000 * r == 1000 * len(p["tensor"]) for r, p in enumerate(parts)
         )
-    else:
-        assert parts is None
-    records = gather_objects(Record(me))
-    assert me or [type(record) is Record and record.rank for record in records] == [*range(world)]
-    assert gather_objects(None) == ([None] * world if me == 0 else None)
+        assert [type(each) is Record and each.rank for each in records] == [*range(world)]
+        assert nothing == [None] * world
 
 
 def check_an_object_of_any_rank_is_broadcast():
@@ -231,7 +409,45 @@ def check_an_object_of_any_rank_is_broadcast():
         assert got["from"] == src and got["values"][0].tolist() == [src, src]
         assert (got is mine) == (me == src)
         assert type(broadcast_object(Record(me), src)) is Record
+        assert broadcast_object(me, torch.arange(src + 1).numpy()[src]) == src  # numpy's integer
     assert broadcast_object(None) is None
+    assert broadcast_object(me, True) == 1  # a bool is an int
+
+
+def check_a_source_outside_the_world_is_refused_on_all():
+    world = dist.get_world_size()
+    for src in (7, world, -1, "0"):
+        error = str(raised(ValueError, lambda s=src: broadcast_object("x", s)))
+        assert f"from 0 to {world - 1}" in error and repr(src) in error
+    assert broadcast_object("x", world - 1) == "x"
+
+
+def check_a_barrier_waits_for_all():
+    me, world = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    if me == world - 1:
+        time.sleep(0.3)
+        store.set("last has called", "yes")
+    barrier()
+    assert store.check(["last has called"])
+
+
+def check_a_gather_costs_rank_0_little_beyond_its_result():
+    """32 MiB of each rank; where only rank 0 receives, no other rank needs memory for them."""
+    me, world, nbytes = dist.get_rank(), dist.get_world_size(), 2**25
+    part = torch.ones(nbytes // 4)
+    gather_tensors(part[:10])
+    before = _peak_memory()
+    parts = gather_tensors(part)
+    extra = _peak_memory() - before
+    assert extra < (nbytes * (world + 0.5) if me == 0 else nbytes / 2), extra
+    assert (parts is None) == (me > 0)
+
+
+def _peak_memory():
+    """Return the highest resident size so far in bytes; macOS counts in bytes, Linux in KiB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 if __name__ == "__main__":

@@ -6,7 +6,11 @@ import signal
 import psutil
 import pytest
 import torch.distributed as dist
+from hypothesis import settings
 from slurm_cluster import Cluster
+
+settings.register_profile("busy", deadline=None)  # an example may wait for a core
+settings.load_profile("busy")
 
 
 def pytest_configure():

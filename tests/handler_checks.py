@@ -61,31 +61,31 @@ def hand_written(size, batch_size, epochs):
 
 
 def check_the_weights_are_a_hand_written_loops_and_so_are_the_collectives():
-    size, found, losses = 60 * world_size() - 1, [], []
+    size, weights, losses = 60 * world_size() - 1, [], []
 
     def ours():
         handler = job(size, 6, model=network(dropout=0.5))
         handler.train(5)
         assert handler.step == 50
-        found.append(flat(handler.model))
+        weights.append(flat(handler.model))
         losses.extend(handler.train_losses)
 
-    plain_calls = gloo_calls(lambda: found.append(hand_written(size, 6, 5)))
+    plain_calls = gloo_calls(lambda: weights.append(hand_written(size, 6, 5)))
     calls = gloo_calls(ours)
-    assert torch.equal(*found)
-    assert not torch.allclose(found[0], flat(network()), atol=0.1)
+    assert torch.equal(*weights)
+    assert not torch.allclose(weights[0], flat(network()), atol=0.1)
     assert losses[-1] < losses[0]
     assert_same_on_all_ranks(torch.tensor(losses, dtype=torch.float64))
     if dist.is_initialized():
-        # Of 50 steps an exchange every 10, at the end of an epoch two, one at either end; before
-        # all of them one all-reduce compares the data of the ranks.
-        exchanges = 5 + 5 * 2 + 2
-        assert calls - plain_calls == {"gloo:all_gather": exchanges, "gloo:all_reduce": 1}
+        # Summaries: one per 10 of 50 steps, two at the end of each epoch, one at the start and at
+        # the end of training. Before them, one all-reduce compares the ranks' data.
+        summaries = 5 + 5 * 2 + 2
+        assert calls - plain_calls == {"gloo:all_gather": summaries, "gloo:all_reduce": 1}
         assert not plain_calls - calls and plain_calls["gloo:all_reduce"] >= 50
 
 
 def check_accumulated_batches_are_one_big_batch_also_where_few_are_left():
-    found, calls = [], []
+    runs, calls = [], []
     for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
         model = network(dtype=torch.float64)
         handler = job(
@@ -93,9 +93,9 @@ def check_accumulated_batches_are_one_big_batch_also_where_few_are_left():
         )
         calls.append(gloo_calls(lambda handler=handler: handler.train(2)))
         assert handler.step == 4  # 12 and 10 samples a rank
-        found.append((flat(handler.model), handler.train_losses, handler.train_metrics))
+        runs.append((flat(handler.model), handler.train_losses, handler.train_metrics))
     assert calls[0] == calls[1] == calls[2]  # gradients are reduced once a step
-    big, *others = found
+    big, *others = runs
     assert not torch.allclose(big[0], flat(network(dtype=torch.float64)), atol=0.01)
     for weights, losses, metrics in others:
         assert torch.allclose(weights, big[0], rtol=1e-12, atol=1e-14)
@@ -136,18 +136,18 @@ def evaluate(handler, size, reference):
     handler.set_val_loader(data, 2)
     with torch.no_grad():
         outputs = reference(data.inputs)
-        found = handler.predict(Inputs(size, dtype=torch.float64), 2)
+        predicted = handler.predict(Inputs(size, dtype=torch.float64), 2)
         likely = handler.log_likelihood(data, 2)
         loss = nn.functional.cross_entropy(outputs, data.targets).item()
     assert handler.validate() == pytest.approx(
         {"loss": loss, "accuracy": accuracy(outputs, data.targets).item()}, rel=1e-12
     )
     if handler.rank == 0:
-        assert torch.equal(torch.cat([outputs[:0], found]), found)  # of its shape and dtype
-        assert torch.allclose(found, outputs, rtol=1e-12)
+        assert torch.equal(torch.cat([outputs[:0], predicted]), predicted)  # of its shape and dtype
+        assert torch.allclose(predicted, outputs, rtol=1e-12)
         assert torch.allclose(likely, -outputs.square().sum(1), rtol=1e-12)
     else:
-        assert found is None and likely is None
+        assert predicted is None and likely is None
 
 
 def evaluate_kinds(handler, model, outputs):
@@ -159,15 +159,15 @@ def evaluate_kinds(handler, model, outputs):
     }
     for kind, entries in expected.items():
         model.kind = kind
-        found = handler.predict(data, 2)
+        predicted = handler.predict(data, 2)
         if handler.rank:
-            assert found is None
+            assert predicted is None
             continue
         if kind is tuple:
-            found = [(out.tolist(), first.item()) for out, first in found]
+            predicted = [(out.tolist(), first.item()) for out, first in predicted]
         elif kind is dict:
-            found = [{"out": entry["out"].tolist()} for entry in found]
-        assert found == entries
+            predicted = [{"out": entry["out"].tolist()} for entry in predicted]
+        assert predicted == entries
     model.kind = torch.Tensor
 
 
@@ -199,14 +199,14 @@ def check_outputs_of_two_kinds_are_refused_on_all_ranks():
             return outputs if len(outputs) > 1 else list(outputs)
 
     handler = job(4 * world_size(), 2, model=Two(4, 2))
-    with pytest.raises(ValueError, match="tensors for some batches and not for others"):
+    with pytest.raises(ValueError, match="tensors for some batches and something else for others"):
         handler.predict(Points(3 * world_size()), 2)
     assert_same_on_all_ranks(torch.ones(1))  # the group is usable
 
 
 def train_with_a_bad_loss(bad_rank, kind, **options):
-    handler = job(40 * world_size(), 4, exchange_every=5, **options)
-    loss_fn, calls = handler.objective.loss_fn, []
+    handler = job(40 * world_size(), 4, sync_every=5, **options)
+    loss_fn, calls = handler.loss_and_metrics.loss_fn, []
 
     def loss(outputs, targets):
         calls.append(0)
@@ -214,14 +214,14 @@ def train_with_a_bad_loss(bad_rank, kind, **options):
         factor = torch.tensor(float(kind) if bad else 1.0)
         return loss_fn(outputs, targets) * factor
 
-    handler.objective.loss_fn = loss
+    handler.loss_and_metrics.loss_fn = loss
     handler.train(1)
     return handler
 
 
 def check_a_loss_that_is_not_finite_on_any_rank_is_one_decision():
     for bad_rank in range(world_size()):
-        with pytest.raises(FloatingPointError, match=r"epoch 1 is not finite, found at step 10"):
+        with pytest.raises(FloatingPointError, match=r"epoch 1 is not finite, noticed at step 10"):
             train_with_a_bad_loss(bad_rank, "nan")
         handler = train_with_a_bad_loss(bad_rank, "inf", on_nonfinite="skip")
         assert handler.skipped == 1 and handler.step == 10
@@ -230,20 +230,20 @@ def check_a_loss_that_is_not_finite_on_any_rank_is_one_decision():
     assert_same_on_all_ranks(flat(handler.model))
 
 
-class StrikesWhileTold(Callback):
-    """Of what happens at step 5 the ranks hear after step 6; in between one of them raises."""
+class FailsDuringTheSummary(Callback):
+    """Something happens at step 5, which ranks learn after step 6; in between one rank raises."""
 
     def __init__(self, kind):
         self.kind = kind
 
     def on_train_start(self):
-        loss_fn, handler = self.handler.objective.loss_fn, self.handler
+        loss_fn, handler = self.handler.loss_and_metrics.loss_fn, self.handler
 
         def loss(outputs, targets):
             bad = self.kind == "nan" and handler.step == 4
             return loss_fn(outputs, targets) * (torch.nan if bad else 1)
 
-        handler.objective.loss_fn = loss
+        handler.loss_and_metrics.loss_fn = loss
 
     def on_step_end(self):
         if self.handler.step == 5 and self.kind == "signal" and rank() == 0:
@@ -252,31 +252,31 @@ class StrikesWhileTold(Callback):
             raise KeyError("of a callback")
 
 
-def check_an_error_while_the_end_is_told_is_raised_on_all():
+def check_an_error_during_the_last_summary_is_raised_on_all():
     for kind in ("nan", "signal"):
-        callbacks = [StrikesWhileTold(kind), Checkpoint("saved", every_epochs=None)]
-        handler = job(40 * world_size(), 4, exchange_every=5, callbacks=callbacks)
+        callbacks = [FailsDuringTheSummary(kind), Checkpoint("saved", every_epochs=None)]
+        handler = job(40 * world_size(), 4, sync_every=5, callbacks=callbacks)
         with pytest.raises(KeyError, match="of a callback"):
             handler.train(1)
         assert handler.step == 6
 
 
-def check_what_was_told_before_an_error_is_not_heard_after_it():
-    handler = job(40 * world_size(), 4, exchange_every=5)
+def check_a_summary_from_before_an_error_is_dropped():
+    handler = job(40 * world_size(), 4, sync_every=5)
     handler.save("good.pt")
-    loss_fn = handler.objective.loss_fn
+    loss_fn = handler.loss_and_metrics.loss_fn
 
     def fails(outputs, targets):
         if handler.step == 5:
             raise RuntimeError("of the loss")
         return loss_fn(outputs, targets) * (torch.nan if handler.step == 4 else 1)
 
-    handler.objective.loss_fn = fails
+    handler.loss_and_metrics.loss_fn = fails
     with pytest.raises(RuntimeError, match="of the loss"):
         handler.train(1)
-    handler.objective.loss_fn = loss_fn
+    handler.loss_and_metrics.loss_fn = loss_fn
     handler.load("good.pt")
-    handler.save("again.pt")  # it meets, and hears nothing of before
+    handler.save("again.pt")  # it makes a summary, and the old one must be gone
     handler.train(1)
     assert handler.step == 10 and torch.isfinite(flat(handler.model)).all()
 
@@ -301,11 +301,11 @@ def check_what_is_running_is_of_this_epoch_or_nothing():
     notes = Notes()
     handler = job(72 * world_size(), 6, callbacks=[notes])
     handler.train(2)
-    heard = {step: means["loss"] for step, means in notes.steps.items() if means}
+    losses = {step: means["loss"] for step, means in notes.steps.items() if means}
     assert notes.begins == [{}, {}]
-    # Told after step 10 is heard after step 11, at the end of which the hooks have been called.
-    assert list(notes.steps) == list(range(1, 25)) and list(heard) == [12, 22, 23, 24]
-    assert heard[12] > heard[22] == heard[23] == heard[24] > 0
+    # The summary of step 10 is read after step 11, when its hooks have been called already.
+    assert list(notes.steps) == list(range(1, 25)) and list(losses) == [12, 22, 23, 24]
+    assert losses[12] > losses[22] == losses[23] == losses[24] > 0
     assert [means["loss"] for means in notes.ends] == handler.train_losses
     assert handler.running == notes.ends[-1]
 
@@ -383,7 +383,7 @@ class CountsEpochs(Callback):
 
 
 def check_all_callbacks_are_called_before_a_signal_ends_training():
-    """It is heard in the first of the two saves of the epoch."""
+    """The first of the epoch's two saves learns of the signal."""
     folder, counts = Path("signalled"), CountsEpochs()
     keeper = Checkpoint(folder, monitor="train_loss")
     handler = job(24 * world_size(), 2, callbacks=[Signal(), keeper, counts])
@@ -410,7 +410,7 @@ def check_a_callback_that_raises_on_one_rank_raises_on_all():
     for number, (hook, step, raised_at) in enumerate(cases):
         rank, counts = number % world, Counts()
         callbacks = [Raises(rank, hook, step), counts]
-        handler = job(14 * world, 2, exchange_every=5, callbacks=callbacks)
+        handler = job(14 * world, 2, sync_every=5, callbacks=callbacks)
         with pytest.raises(KeyError, match="of a callback") as caught:
             handler.train(1)
         assert handler.step == counts.calls == raised_at
@@ -447,7 +447,7 @@ def resumable(workers=0, **options):
         workers=workers,
         accumulate=2,
         scheduler=schedule,
-        exchange_every=3,
+        sync_every=3,
         loader={"collate_fn": fewer},
         **options,
     )
@@ -518,7 +518,7 @@ def check_a_sampler_of_the_users_is_told_the_epoch_and_resumed():
         handler.train(3)
         assert torch.equal(flat(handler.model), flat(whole.model))
     with pytest.raises(ValueError, match="cannot go on with"):
-        handler = job(size, 4)  # whose position is counted otherwise
+        handler = job(size, 4)  # whose samples_seen counts samples, not batches
         handler.load("7.pt")
         handler.train(3)
 
@@ -530,7 +530,7 @@ class Stops(Callback):
 
 
 def check_a_samplers_random_data_goes_on_with_the_same_numbers():
-    """What is passed over on the way to a position draws its numbers once more."""
+    """Batches that are skipped on resume draw their random numbers once more."""
     size = 20 * world_size()
 
     def noisy(**options):
@@ -540,7 +540,7 @@ def check_a_samplers_random_data_goes_on_with_the_same_numbers():
     whole = noisy(callbacks=[SaveEach()])
     whole.train(2)
     for stopped in (False, True):
-        handler = noisy(callbacks=[Stops()] * stopped, exchange_every=1)
+        handler = noisy(callbacks=[Stops()] * stopped, sync_every=1)
         handler.train(2) if stopped else handler.load("7.pt")
         assert handler.steps_left == 3 and handler.epoch == 1
         handler.train(2)
@@ -549,10 +549,10 @@ def check_a_samplers_random_data_goes_on_with_the_same_numbers():
 
 class StepsLeft(Callback):
     def __init__(self):
-        self.found = []
+        self.counts = []
 
     def on_epoch_start(self):
-        self.found.append(self.handler.steps_left)
+        self.counts.append(self.handler.steps_left)
 
     on_step_end = on_epoch_start
 
@@ -562,10 +562,10 @@ def check_the_steps_that_are_left_are_counted():
     for loader in ({}, distributed_sampler(size)):
         handler = job(size, 2, accumulate=2, loader=loader, callbacks=[left := StepsLeft()])
         handler.train(1)
-        assert left.found == [3, 2, 1, 0]
+        assert left.counts == [3, 2, 1, 0]
     handler = job(size, 2, loader={"drop_last": True}, callbacks=[left := StepsLeft()])
     handler.train(1)
-    assert left.found == [5, 4, 3, 2, 1, 0]
+    assert left.counts == [5, 4, 3, 2, 1, 0]
 
 
 class Normed(nn.Sequential):
@@ -589,7 +589,7 @@ def check_a_skipped_step_leaves_no_trace():
         handler.train(1)
         assert handler.skipped == 1 and handler.step == 4
         assert handler.optimizer.param_groups[0]["lr"] == 0.1 / 2**3
-        assert torch.isfinite(handler._bare[1].running_mean).all()
+        assert torch.isfinite(handler._unwrapped[1].running_mean).all()
         assert 0 < handler.val_losses[0] < 2
         handler.save("finite.pt")
 
@@ -630,19 +630,19 @@ def check_unused_parameters_are_an_error_or_found():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(name, value)
             handler = job(size, 2, model=Branches(), **options)
-        before = flat(handler._bare.used), flat(handler._bare.unused)
+        before = flat(handler._unwrapped.used), flat(handler._unwrapped.unused)
         handler.train(1)
-        assert not torch.equal(flat(handler._bare.used), before[0])
-        assert torch.equal(flat(handler._bare.unused), before[1])
+        assert not torch.equal(flat(handler._unwrapped.used), before[0])
+        assert torch.equal(flat(handler._unwrapped.unused), before[1])
 
 
 def check_a_model_without_gradients_is_only_used():
     model = network().requires_grad_(False)
     handler = job(model=model)
-    found = handler.predict(Points(5), 2)
-    assert found is None if handler.rank else torch.allclose(found, model(Points(5).inputs))
+    predicted = handler.predict(Points(5), 2)
+    assert predicted is None if handler.rank else torch.allclose(predicted, model(Points(5).inputs))
     if dist.is_initialized():
-        with pytest.raises(ValueError, match="wrapped in DDP already"):
+        with pytest.raises(ValueError, match="already wrapped in DDP"):
             job(model=nn.Sequential(DistributedDataParallel(network())))
 
 

@@ -1,7 +1,9 @@
 """Run real commands with a deadline, and leave no process behind."""
 
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -103,12 +105,24 @@ class Running:
             time.sleep(0.02)
         return self.text()
 
-    def _settle(self, seconds: float = 3) -> list[str]:
+    def _settle(self, seconds: float = 10) -> list[str]:
         """Return the processes that are still there after a short while to finish exiting."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return [str(process) for process in left]
+
+
+def free_port() -> int:
+    """Return a port that nobody uses, below those that Linux hands out by itself.
+
+    Between this call and its use, a test beside this one would be given any other free port.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)  # the global one is seeded alike
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def without_gloo(text: str) -> str:

@@ -13,9 +13,12 @@ import torch
 import torch.distributed as dist
 from rank_checks import raised, run_checks
 
+from ddp_ref import _outcomes
 from ddp_ref.decorators import on_rank, rank_first
 from ddp_ref.initialize import cleanup_ddp, initialize_ddp
 
+# Ranks that wait look for ranks in other calls after 10 seconds; test_faults.py waits that long.
+_outcomes.LOOK_AFTER, _outcomes.LOOK_EVERY, _outcomes.GRACE = 0.3, 0.1, 0.5
 SOON = timedelta(seconds=0.3)
 
 
@@ -207,7 +210,8 @@ def check_ranks_in_different_calls_get_an_error():
         with rank_first():
             pass
 
-    for other, first, second in itertools.product(everyone, repeat=3):
+    for first, second in itertools.product(everyone, repeat=2):
+        other = (first + second) % len(everyone)
         call = on_rank(second)(two) if me == other else on_rank(first)(one)
         error = raised(RuntimeError, call)
         for name in ("one", "two"):
@@ -238,12 +242,15 @@ def check_calls_of_one_name_at_different_lines_are_different_calls():
     usable()
 
 
-def check_a_result_that_does_not_unpickle_is_an_error_on_all():
+def check_a_result_that_does_not_unpickle_is_an_error_on_the_receivers():
     @on_rank(0, broadcast=True)
     def give():
         return {"failed": TwoArguments("this", "that")}
 
-    raised(TypeError, give)
+    if dist.get_rank() == 0:
+        assert type(give()["failed"]) is TwoArguments
+    else:
+        raised(TypeError, give)
     usable()
 
 

@@ -56,13 +56,15 @@ def checks(script: str) -> list[str]:
     return [line[4:].split("(")[0] for line in source.splitlines() if line.startswith("def check_")]
 
 
-def on_ranks(script: str, world: int, *flags: str, fresh: bool = False) -> Any:
+def on_ranks(script: str, world: int, *flags: str, fresh: bool = False, full: bool = False) -> Any:
     """Return the parameter `launch` of a test called test_on_ranks, which calls `check_passes`.
 
     All its tests of one launch run on one of pytest's workers (see the project's conftest.py).
     Ranks that are not `fresh` share a hash seed, so a set has the same order in all of them.
+    A launch that is `full` runs under `make test-full` alone.
     """
-    return pytest.param((script, world, fresh, *flags), id=str(world))
+    marks = [pytest.mark.full] if full else []
+    return pytest.param((script, world, fresh, *flags), id=str(world), marks=marks)
 
 
 def check_passes(launch: tuple[Any, ...], name: str) -> None:

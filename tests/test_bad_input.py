@@ -28,9 +28,8 @@ def test_numbers(monkeypatch, capsys, flag, value):
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert flag in line and value in line
-    assert (
-        "a finite number above 0" if flag == "--lr" else "an integer from 1 to 2147483647"
-    ) in line
+    kinds = {"--lr": "a finite number above 0", "--nproc": "an integer from 1 to "}
+    assert kinds.get(flag, "an integer from 1 to 2147483647") in line
 
 
 @pytest.mark.parametrize("value", ["-1", "4294967296", "x"])
@@ -252,11 +251,37 @@ def test_each_script_refuses(tmp_path, script, flags):
     assert not list(tmp_path.glob("*.pt"))
 
 
-def test_spawn_refuses_no_processes(tmp_path):
-    """mp.spawn itself would start nothing and report success."""
-    result = run(sys.executable, SCRIPTS / "multigpu_spawn.py", "--nproc", "0", cwd=tmp_path)
+@pytest.mark.parametrize("nproc", ["0", "100000"])
+def test_spawn_refuses_none_and_too_many_processes(tmp_path, nproc):
+    """Of 0, mp.spawn itself would start none and report success; of 100000, it would never end."""
+    command = [sys.executable, SCRIPTS / "multigpu_spawn.py", "--nproc", nproc]
+    result = run(*command, cwd=tmp_path, timeout=60)
     assert result.code == 2
-    assert result.stderr.endswith("--nproc: needs an integer from 1 to 2147483647, not 0\n")
+    assert "--nproc: needs an integer from 1 to " in result.stderr
+    assert result.stderr.endswith(f" (4 per CPU core, or 16 if that is more), not {nproc}\n")
+
+
+@pytest.mark.parametrize(
+    ("cores", "nproc", "says"),
+    [
+        (2, 2, ""),
+        (2, 3, "warning: --nproc 3 is slow: the processes share 2 CPU cores\n"),
+        (2, 16, "warning: --nproc 16 is slow: the processes share 2 CPU cores\n"),
+        (2, 17, "needs an integer from 1 to 16 (4 per CPU core, or 16 if that is more), not 17\n"),
+        (8, 32, "warning: --nproc 32 is slow: the processes share 8 CPU cores\n"),
+        (8, 2000, "from 1 to 32 (4 per CPU core, or 16 if that is more), not 2000\n"),
+    ],
+)
+def test_more_processes_than_cores(monkeypatch, capsys, cores, nproc, says):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    if "not" in says:
+        with pytest.raises(SystemExit):
+            parse(monkeypatch, f"--nproc={nproc}", nproc=2)
+    else:
+        assert parse(monkeypatch, f"--nproc={nproc}", nproc=2).nproc == nproc
+    error = capsys.readouterr().err
+    assert error.endswith(says) and error.count("\n") == (says != "")
 
 
 def test_torchrun_script_needs_torchrun(tmp_path):

@@ -101,7 +101,10 @@ def test_early_stopping(values, options, epochs, tmp_path):
         (lambda: EarlyStopping(min_delta=-1), "min_delta at least 0"),
         (lambda: Checkpoint("a", keep=0), "keep must be an integer of at least 1, not 0"),
         (lambda: Checkpoint("a", every_steps=1.5), "every_steps must be"),
-        (lambda: job(callbacks=[EarlyStopping()]).train(1), "'val_loss' has no values, there are"),
+        (
+            lambda: job(callbacks=[EarlyStopping()]).train(1),
+            "'val_loss' has no values, but these have",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(make, text):
@@ -162,7 +165,9 @@ def test_checkpoints_are_kept_and_the_best_of_them(tmp_path):
 
 def test_checkpoints_of_a_later_step_are_told_of_and_left_alone(tmp_path):
     job(12, 2, callbacks=[Checkpoint(tmp_path)]).train(2)
-    with pytest.warns(UserWarning, match=r"step_000000012.pt is of a later step than this run's 0"):
+    with pytest.warns(
+        UserWarning, match=r"step_000000012.pt is from a later step than this run's 0"
+    ):
         job(12, 2, callbacks=[Checkpoint(tmp_path, keep=1, every_steps=1)]).train(1)
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         "step_000000006.pt",
@@ -197,7 +202,7 @@ def test_a_bar_on_a_terminal_only(monkeypatch):
         job(12, 2).train(1)
     monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
     monkeypatch.setattr(Bar, "all", [])
-    job(12, 2, accumulate=2, exchange_every=1).train(2)
+    job(12, 2, accumulate=2, sync_every=1).train(2)
     assert [(bar.total, bar.count, bar.closed) for bar in Bar.all] == [(3, 3, True)] * 2
     assert [bar.desc for bar in Bar.all] == ["epoch 1", "epoch 2"]
     for bar in Bar.all:

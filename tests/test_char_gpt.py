@@ -83,6 +83,7 @@ def test_the_loss_falls_and_the_text_is_the_models_own(spawned, script):
     assert f"nats a character: validation text {mean:.3f} |" in text
 
 
+@pytest.mark.full
 def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, tmp_path):
     text = train(tmp_path / "run", sys.executable, SCRIPT, *JOB, "--batch-size", "64")
     assert losses(text) == pytest.approx(losses(spawned[0]), abs=2e-3)
@@ -92,6 +93,7 @@ def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, t
         torch.testing.assert_close(value, two[name], rtol=0, atol=2e-3)
 
 
+@pytest.mark.full
 def test_a_run_that_was_ended_goes_on_bit_for_bit(spawned, tmp_path):
     """Under torchrun, in the middle of an epoch; then the same line again."""
     line = torchrun(2, SCRIPT, *TWO)

@@ -8,10 +8,13 @@ import torch.distributed as dist
 from rank_checks import check_passes, checks, on_ranks
 
 from ddp_ref.collectives import (
+    barrier,
     broadcast_object,
     gather_objects,
     gather_tensors,
+    reduce_max,
     reduce_mean,
+    reduce_min,
     reduce_sum,
 )
 
@@ -19,7 +22,9 @@ SCRIPT = "collectives_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, world, fresh=True) for world in (2, 3)])
+@pytest.mark.parametrize(
+    "launch", [on_ranks(SCRIPT, world, fresh=True, full=world == 2) for world in (2, 3)]
+)
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 
@@ -30,16 +35,33 @@ def test_a_world_of_one(group, tmp_path):
         store = dist.FileStore(str(tmp_path / "store"), 1)
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        assert reduce_sum({"a": 1, "b": torch.tensor(2.5)}) == {"a": 1.0, "b": 2.5}
+        for function in (reduce_sum, reduce_max, reduce_min, reduce_mean):
+            own = torch.arange(16.0, requires_grad=True).reshape(4, 4).t()
+            results = function({"a": 1, "b": 0.25, "c": own})
+            assert (results["a"], results["b"]) == (1.0, 0.25) and type(results["a"]) is float
+            assert torch.equal(results["c"], own) and not results["c"].requires_grad
+            assert results["c"].data_ptr() != own.data_ptr()
+            assert torch.equal(function({"d": torch.tensor(2.5)})["d"], torch.tensor(2.5))
+            assert math.isnan(function({"e": math.nan})["e"]) and function({}) == {}
+            with pytest.raises(TypeError, match="'f' must be a number or a tensor"):
+                function({"f": "text"})
         assert reduce_mean({"a": 3.0}, 7) == {"a": 3.0}
         assert math.isnan(reduce_mean({"a": 3.0}, 0)["a"])
-        assert reduce_sum({}) == {} and reduce_sum({}, names=["a"]) == {"a": 0.0}
-        with pytest.raises(ValueError, match=r"\['b'\]"):
-            reduce_sum({"a": 1.0}, names=["b"])
-        (part,) = gather_tensors(torch.ones(2, requires_grad=True))
-        assert part.tolist() == [1, 1] and not part.requires_grad
-        assert gather_tensors(None) == [None]
-        assert gather_objects("x") == ["x"] and broadcast_object("x") == "x"
+        with pytest.raises(ValueError, match="values are empty for 5 samples"):
+            reduce_mean({}, 5)
+        with pytest.raises(ValueError, match=r"max of 'z' in torch\.complex64: pass its \.abs\(\)"):
+            reduce_max({"z": torch.ones(2, dtype=torch.complex64)})
+        for to_all in (False, True):
+            own = torch.ones(2, requires_grad=True)
+            (part,) = gather_tensors(own, to_all)
+            assert part.tolist() == [1, 1] and not part.requires_grad
+            assert part.data_ptr() != own.data_ptr()
+            assert gather_tensors(None, to_all) == [None]
+            assert gather_objects({"x": 1}, to_all) == [{"x": 1}]
+        assert broadcast_object("x") == "x"
+        with pytest.raises(ValueError, match="from 0 to 0, not 7"):
+            broadcast_object("x", src=7)
+        barrier()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

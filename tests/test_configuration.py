@@ -10,7 +10,7 @@ from torch import nn
 
 import ddp_ref
 from ddp_ref import get_loader, load_config
-from ddp_ref.configuration import dump_config
+from ddp_ref.config.loader import dump_config
 
 LEAST = """
 data: {type: !pyobject training_job.Points, args: [9]}
@@ -83,10 +83,10 @@ def test_names_of_what_a_run_is_made_of(name, expected):
         "torch.nn.functional.handle_torch_function",
         "torch.jit.ScriptModule",
         "torch.fx.GraphModule",
-        "ddp_ref.pickling.loads",
+        "ddp_ref.workers.serialization.loads",
         "ddp_ref.run_ranks",
-        "ddp_ref.worker.subprocess.Popen",
-        "ddp_ref.launch.Worker",
+        "ddp_ref.workers.process.subprocess.Popen",
+        "ddp_ref.workers.run_ranks.Worker",
         "__main__.nothing",
         "torch.nn.Nothing",
         "torch.nothing.Nothing",
@@ -100,8 +100,8 @@ def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch, tmp_path)
         """Its globals hold all that this test has imported."""
 
     function.__module__ = "__main__"
-    found = {"os": os, "system": os.system, "function": function, "_function": function}
-    for attribute, value in found.items():
+    attributes = {"os": os, "system": os.system, "function": function, "_function": function}
+    for attribute, value in attributes.items():
         monkeypatch.setattr(main, attribute, value, raising=False)
     monkeypatch.setattr(main, "alias", sys.modules["os"], raising=False)
     text = f'a: 1\nb: !pyobject "{name}"'
@@ -162,7 +162,7 @@ def test_numbers_and_keys_are_read_as_they_are_meant():
     text = "[1e-3, 1E5, -2.5e+3, 1e3x, 1_0, 3, x, null]"
     assert yaml.load(text, loader) == [1e-3, 1e5, -2500.0, "1e3x", 10, 3, "x", None]
     assert yaml.load("{a: &x {b: 1}, c: {<<: *x, d: 2}}", loader)["c"] == {"b": 1, "d": 2}
-    with pytest.raises(ValueError, match="line 3: the key lr is there twice"):
+    with pytest.raises(ValueError, match="line 3: the key lr occurs twice"):
         yaml.load("a:\n  lr: 1\n  lr: 2\n", loader)
     assert yaml.load("{1: a, '1': b}", loader) == {1: "a", "1": "b"}
     assert yaml.safe_load("1e-3") == "1e-3"  # PyYAML's own loader is as it was
@@ -217,7 +217,7 @@ def test_overrides(tmp_path):
         (("training:", "parallel: {master_port: 99999}\ntraining:"), "must be a port from 1"),
         (("training:", "parallel: {master_port: '1x'}\ntraining:"), "must be a port from 1"),
         (("training:", "parallel: {timeout: 0}\ntraining:"), "must be seconds, from 1"),
-        (("training:", "validation: {drop_last: true}\ntraining:"), "every item is looked at"),
+        (("training:", "validation: {drop_last: true}\ntraining:"), "every item is evaluated"),
         (("training:", "validation: {fraction: 1}\ntraining:"), "a number from 0 to 1"),
         (
             ("training:", "validation: {validator: {device: cuda}}\ntraining:"),
@@ -228,7 +228,7 @@ def test_overrides(tmp_path):
                 "training:",
                 "testing: {fraction: 0, data: {type: !pyobject torch.nn.Linear}}\ntraining:",
             ),
-            "testing has data of its own and a fraction",
+            "testing has both data and fraction",
         ),
         (("training:", f"training:\n  seed: {2**63}"), r"training\.seed must be an integer from 0"),
         (("args: [4, 2]", "kwargs: {1: 2}"), r"model\.kwargs must be a mapping of names"),

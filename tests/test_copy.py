@@ -6,18 +6,24 @@ import sys
 import zipfile
 
 import pytest
-from harness import ROOT, run
+from harness import ROOT, run, torchrun
 
 PACKAGE = ROOT / "src" / "ddp_ref"
-LAYERS = [  # an import only ever points upwards in this list
-    *["hostlist", "environment", "rendezvous", "initialize", "collectives"],
-    *["errors", "outcomes", "decorators", "pickling", "worker", "executor", "launch"],
-    *["randomness", "resume", "data", "position", "checkpoint"],
-    *["callbacks", "plotting", "run_folder"],
-    *["batches", "evaluation", "exchange", "objective", "optimization", "replicas", "handler"],
-    *["schema", "configuration", "trainer"],
-    *["doctor", "__init__", "__main__"],
+CORE = [  # a module imports only from those before it
+    *["slurm", "environment", "rendezvous", "initialize", "collectives"],
+    *["_outcomes", "decorators", "randomness"],
 ]
+FOLDERS = {  # and the modules of the package that each folder may import from
+    "training": CORE,
+    "workers": CORE,
+    "config": [*CORE, "handler", "training"],
+}
+TOP = {  # the modules beside the core
+    "handler": [*CORE, "training"],
+    "doctor": [*CORE, "workers"],
+    "__init__": [*CORE, *FOLDERS, "handler"],
+    "__main__": ["doctor"],
+}
 SMOKE = """
 import sys
 import torch
@@ -55,6 +61,73 @@ def test_a_copy_under_another_name_works(tmp_path):
     assert doctor.code == 0, doctor.stdout
 
 
+RANK = """
+import sys
+from datetime import timedelta
+from mylib.ddp import broadcast_object, cleanup_ddp, initialize_ddp, on_rank, reduce_sum
+
+info = initialize_ddp(timedelta(seconds=60), backend="gloo")
+assert reduce_sum({"rank": info.rank})["rank"] == 1 and info.world_size == 2
+assert on_rank(0, broadcast=True)(lambda: "from rank 0")() == "from rank 0"
+assert broadcast_object(info.rank, src=1) == 1
+"""
+TRAIN = """
+import torch
+from mylib.ddp import Handler
+
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+handler = Handler(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss())
+points = torch.rand(32, 2, generator=torch.Generator().manual_seed(0))
+handler.set_train_loader(torch.utils.data.TensorDataset(points, points.sum(1, keepdim=True)), 4)
+handler.train(5)
+assert handler.train_losses[-1] < handler.train_losses[0]
+"""
+END = "cleanup_ddp()\nassert not any(name.startswith('ddp_ref') for name in sys.modules)\n"
+
+
+@pytest.mark.parametrize(
+    ("kept", "script"),
+    [
+        pytest.param([], RANK + END, id="core"),
+        pytest.param(["workers"], RANK + END, id="workers", marks=pytest.mark.full),
+        pytest.param(["handler.py", "training"], RANK + TRAIN + END, id="training"),
+        pytest.param(
+            ["handler.py", "training", "config"],
+            RANK + TRAIN + END,
+            id="config",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            ["workers", "doctor.py", "__main__.py"],
+            RANK + END,
+            id="doctor",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_the_core_works_with_any_of_the_folders(tmp_path, kept, script):
+    """What a project does not need is deleted; the rest runs on two ranks."""
+    copy = tmp_path / "mylib" / "ddp"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pyc*"))
+    for name in {*FOLDERS, "handler.py", "doctor.py", "__main__.py"} - set(kept):
+        path = copy / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (tmp_path / "train.py").write_text(script)
+    env = {"PYTHONPATH": str(tmp_path)}
+    result = run(*torchrun(2, tmp_path / "train.py"), cwd=tmp_path, env=env)
+    assert result.code == 0, result.stdout + result.stderr
+    if "workers" in kept:
+        text = (
+            "from mylib.ddp import run_ranks; print(run_ranks(lambda: __import__('os').getpid()))"
+        )
+        result = run(sys.executable, "-c", text, cwd=tmp_path, env=env)
+        assert result.code == 0 and len(set(ast.literal_eval(result.stdout))) == 2, result.stderr
+    if "doctor.py" in kept:
+        result = run(sys.executable, "-m", "mylib.ddp", "doctor", cwd=tmp_path, env=env)
+        assert "0 problems" in result.stdout
+
+
 def test_import_is_light(tmp_path):
     """torch and cloudpickle only; what a figure, a bar or a configuration needs comes later."""
     code = """if True:
@@ -68,18 +141,33 @@ def test_import_is_light(tmp_path):
     assert foreign <= {"ddp_ref", "cloudpickle"}
 
 
-@pytest.mark.parametrize("module", LAYERS)
-def test_imports_point_upwards(module):
-    """One room an idea, and no circle: a module imports only from those above it, relatively."""
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            assert LAYERS.index(node.module or "__init__") < LAYERS.index(module), node.module
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        assert not any(name.startswith("ddp_ref") for name in names)
+def modules():
+    """Return each module's path in the package, and where it may import from."""
+    for index, name in enumerate(CORE):
+        yield f"{name}.py", CORE[:index]
+    for name, above in TOP.items():
+        yield f"{name}.py", above
+    for folder, above in FOLDERS.items():
+        for path in sorted((PACKAGE / folder).glob("*.py")):
+            yield f"{folder}/{path.name}", [*above, folder]
+
+
+@pytest.mark.parametrize(("module", "above"), [*modules()])
+def test_imports_point_upwards(module, above):
+    """Imports are relative, and a folder knows nothing of the folders beside it."""
+    folder = module.split("/")[0] if "/" in module else ""
+    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            inside = folder and node.level == 1
+            assert (folder if inside else node.module.split(".")[0]) in above, node.module
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else node.names
+            assert not any("ddp_ref" in str(name) for name in names)
 
 
 def test_every_module_has_its_place():
-    assert sorted(LAYERS) == sorted(path.stem for path in PACKAGE.glob("*.py"))
+    assert sorted([*CORE, *TOP]) == sorted(path.stem for path in PACKAGE.glob("*.py"))
+    assert set(FOLDERS) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
 @pytest.mark.full  # pip loads setuptools to build it
@@ -92,5 +180,5 @@ def test_what_pip_installs_has_the_package_and_the_data(tmp_path):
     assert ended.code == 0, ended.stderr
     (wheel,) = tmp_path.glob("ddp_ref-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    modules = {f"ddp_ref/{path.name}" for path in PACKAGE.glob("*.py")}
-    assert modules | {"datautils.py"} <= names
+    files = {f"ddp_ref/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
+    assert files | {"datautils.py", "ddp_ref/py.typed"} <= names

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import Running, run, torchrun, wait_until
+from harness import Running, free_port, run, torchrun, wait_until
 
 SCRIPT = Path(__file__).with_name("fault_ranks.py")
 EVERY = [(world, worker) for world in (2, 3) for worker in range(world)]
@@ -22,9 +21,7 @@ ENDS = {"SIGKILL": -signal.SIGKILL, "exit": 9}
 @contextmanager
 def ranks(world: int, folder: Path, *arguments: object) -> Iterator[list[Running]]:
     """Start the ranks one by one, under no launcher: torchrun would end all as soon as one ends."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ExitStack() as stack:
         started = []
         for rank in range(world):

@@ -19,15 +19,17 @@ from torch.utils.data import RandomSampler
 from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler, initialize_ddp, run_ranks
-from ddp_ref.batches import move
-from ddp_ref.exchange import Exchange, Sums, caught_signals
+from ddp_ref.training.batches import move
+from ddp_ref.training.rank_sync import RankSync, Sums, caught_signals
 
 SCRIPT = "handler_checks.py"
 LIMIT = timedelta(minutes=4)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 2), on_ranks(SCRIPT, 3, fresh=True)])
+@pytest.mark.parametrize(
+    "launch", [on_ranks(SCRIPT, 2, full=True), on_ranks(SCRIPT, 3, fresh=True)]
+)
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 
@@ -43,37 +45,37 @@ def test_ranks_add_up_in_their_order_and_find_the_same_bits():
     draws = torch.rand(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def means():
-        rank, found = initialize_ddp().rank, []
+        rank, losses = initialize_ddp().rank, []
         for draw in draws:
             sums = Sums(["loss"], torch.device("cpu"))
             sums.add(1, draw[rank : rank + 1])
-            found.append(sums.total(distributed=True).means["loss"])
-        return found
+            losses.append(sums.summary(distributed=True).means["loss"])
+        return losses
 
     expected = [sum(draw) / len(draw) for draw in draws.tolist()]
     assert run_ranks(means, nproc=6, timeout=LIMIT) == [expected] * 6
 
 
-def test_who_tells_the_others_waits_for_nobody(tmp_path):
-    """Rank 1 begins once rank 0 has told; were that to wait for rank 1, both would."""
+def test_starting_a_summary_waits_for_nobody(tmp_path):
+    """Rank 1 starts after rank 0 has started: if rank 0 waited for rank 1, both would hang."""
 
-    told = tmp_path / "told"
+    started = tmp_path / "started"
 
-    def tell_and_hear():
+    def start_and_finish():
         rank = initialize_ddp(timeout=timedelta(seconds=20), backend="gloo").rank
-        exchange, sums = Exchange(distributed=True), Sums(["loss"], torch.device("cpu"))
-        assert exchange.hear() is None
+        rank_sync, sums = RankSync(distributed=True), Sums(["loss"], torch.device("cpu"))
+        assert rank_sync.finish() is None
         sums.add(1 + rank, sums.means({"loss": float(rank)}))
-        while rank == 1 and not told.exists():
+        while rank == 1 and not started.exists():
             time.sleep(0.01)
-        exchange.requests.stop = rank == 1
-        exchange.tell(sums)
-        told.touch()
-        total = exchange.hear()
-        return total.means, total.stop, total.failed, exchange.hear()
+        rank_sync.local.stop = rank == 1
+        rank_sync.start(sums)
+        started.touch()
+        summary = rank_sync.finish()
+        return summary.means, summary.stop, summary.failed, rank_sync.finish()
 
-    heard = run_ranks(tell_and_hear, timeout=LIMIT)
-    assert heard == [({"loss": pytest.approx(2 / 3)}, True, False, None)] * 2
+    results = run_ranks(start_and_finish, timeout=LIMIT)
+    assert results == [({"loss": pytest.approx(2 / 3)}, True, False, None)] * 2
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
@@ -82,13 +84,13 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     before = (tmp_path / "a.pt").read_bytes()
     with torch.no_grad():
         handler.model[0].bias[1] = torch.inf
-    with pytest.raises(FloatingPointError, match=r"0\.bias is not finite: it is not saved"):
+    with pytest.raises(FloatingPointError, match=r"0\.bias is not finite, so nothing is saved"):
         handler.save(tmp_path / "a.pt")
     assert (tmp_path / "a.pt").read_bytes() == before
 
 
 class StopsAt(Callback):
-    """Have training end at `step`, where the ranks exchange in each: they hear it a step later."""
+    """Make training end at `step` with sync_every=1, in which all ranks know a step later."""
 
     def __init__(self, step):
         self.step = step
@@ -118,7 +120,7 @@ def test_an_epoch_goes_on_at_another_world_size(tmp_path):
             lambda outputs, targets: (outputs[:, 0] - targets).square().mean(),
             metrics={"note": note},
             callbacks=[StopsAt(stop_at)],
-            exchange_every=1,
+            sync_every=1,
             device="cpu",
         )
         pairs = [(torch.tensor([0.1]), torch.tensor(float(i))) for i in range(37)]
@@ -173,7 +175,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_and_ends_all(tmp_path, name, w
     assert "ended by a signal at step 11" in (tmp_path / "saved" / "log.txt").read_text()
     handler = job(400, 2)
     handler.load(tmp_path / "saved")
-    assert (handler.epoch, handler.step, handler.position) == (0, 11, 44)
+    assert (handler.epoch, handler.step, handler.samples_seen) == (0, 11, 44)
 
 
 def _pythonpath():
@@ -210,24 +212,24 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
     handler = job()
     handler.load(tmp_path / "absent")
     handler.load(tmp_path)
-    assert caplog.text.count("a fresh start") == 2 and handler.step == 0
+    assert caplog.text.count("starting from scratch") == 2 and handler.step == 0
     handler.train(1)
     handler.save(tmp_path / "step_7.pt")
     (tmp_path / "step_8.pt").write_bytes(b"no")
     handler = job()
-    with pytest.warns(UserWarning, match="taking the one before it"):
+    with pytest.warns(UserWarning, match="trying the one before it"):
         handler.load(tmp_path)
     assert (handler.epoch, handler.step) == (1, 7) and len(handler.train_losses) == 1
     with pytest.raises(FileNotFoundError):
         handler.load(tmp_path / "none.pt")
-    with pytest.raises(ValueError, match="the seed 0, not 5"):
+    with pytest.raises(ValueError, match="with seed 0, not 5"):
         job(seed=5).load(tmp_path / "step_7.pt")
     with pytest.raises(ValueError, match="this Handler has optimizer, scheduler"):
         job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)).load(tmp_path / "step_7.pt")
-    with pytest.raises(ValueError, match=r"the metrics \['accuracy'\], not \['other'\]"):
+    with pytest.raises(ValueError, match=r"with metrics \['accuracy'\], not \['other'\]"):
         job(metrics={"other": accuracy}).load(tmp_path / "step_7.pt")
     (tmp_path / "step_old_9.pt").write_bytes(b"not one of ours")
-    with pytest.warns(UserWarning, match=r"step_8\.pt is not a whole checkpoint"):
+    with pytest.warns(UserWarning, match=r"step_8\.pt is not a complete checkpoint"):
         job().load(tmp_path)
     with pytest.raises(FileNotFoundError):
         job().load(tmp_path / "none.ckpt")
@@ -237,16 +239,16 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
     ("options", "text"),
     [
         ({"accumulate": 0}, "accumulate must be an integer of at least 1, not 0"),
-        ({"exchange_every": 1.5}, "exchange_every must be an integer of at least 1"),
+        ({"sync_every": 1.5}, "sync_every must be an integer of at least 1"),
         ({"clip_norm": 0}, "clip_norm must be above 0"),
         ({"precision": "fp8"}, "precision must be"),
         ({"precision": "fp16"}, 'needs a CUDA device, not cpu: use "bf16"'),
         ({"on_nonfinite": "ignore"}, "on_nonfinite must be"),
         ({"metrics": {"loss": accuracy}}, "cannot be named"),
-        ({"scheduler": (None, "batch")}, "scheduler must be one"),
+        ({"scheduler": (None, "batch")}, "scheduler must be a scheduler or"),
         (
             {"scheduler": lambda o: (torch.optim.lr_scheduler.ReduceLROnPlateau(o), "step")},
-            "ReduceLROnPlateau looks at an epoch's loss",
+            "ReduceLROnPlateau needs the loss of an epoch",
         ),
         ({"metrics": {"none": lambda outputs, targets: None}}, "none must be one number.*not None"),
         (
@@ -255,7 +257,7 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         ),
         (
             {"size": 2, "loader": {"drop_last": True}},
-            "an epoch has no batch: 3 samples a batch are",
+            "an epoch has no batch of 3 samples",
         ),
         ({"loader": {"sampler": []}}, "an epoch has no batch"),
         ({"loader": {"collate_fn": lambda samples: (torch.ones(0, 4), torch.ones(0))}}, "no sampl"),
@@ -270,8 +272,8 @@ def test_what_is_missing_is_named(monkeypatch):
     handler = job()
     for call, text in [
         (lambda: handler.validate(), "call set_val_loader first"),
-        (lambda: handler.sample(1), "give Sequential one"),
-        (lambda: handler.predict([["a"]], 1), "must begin with a tensor"),
+        (lambda: handler.sample(1), "add it to Sequential"),
+        (lambda: handler.predict([["a"]], 1), "must start with a tensor"),
     ]:
         with pytest.raises(ValueError, match=text):
             call()
@@ -289,7 +291,7 @@ def test_what_is_missing_is_named(monkeypatch):
 )
 def test_a_loss_that_is_no_number_is_named(loss_fn, text):
     handler = job()
-    handler.objective.loss_fn = loss_fn
+    handler.loss_and_metrics.loss_fn = loss_fn
     handler.set_val_loader(Points(9), 3)
     for call in (handler.validate, lambda: handler.train(1)):
         with pytest.raises(ValueError, match=text):
@@ -341,7 +343,7 @@ def test_a_metric_may_return_the_same_tensor_again():
     assert handler.train_metrics["calls"] == [2.5]  # the mean of 1, 2, 3 and 4
 
 
-def test_a_position_counts_what_was_drawn_not_what_came_of_it(tmp_path):
+def test_samples_seen_counts_what_was_drawn_not_what_came_of_it(tmp_path):
     """Of a batch of 4 sentences come 24 tokens; the second half of the epoch is not lost."""
     seen = []
 
@@ -350,10 +352,10 @@ def test_a_position_counts_what_was_drawn_not_what_came_of_it(tmp_path):
         inputs = torch.stack([inputs for inputs, _ in samples]).repeat(6, 1)
         return inputs, torch.stack([target for _, target in samples]).repeat(6)
 
-    handler = job(40, 4, loader={"collate_fn": tokens}, callbacks=[StopsAt(2)], exchange_every=1)
+    handler = job(40, 4, loader={"collate_fn": tokens}, callbacks=[StopsAt(2)], sync_every=1)
     handler.train(1)
     handler.save(tmp_path / "a.pt")
-    assert (handler.step, handler.position) == (2, 8)
+    assert (handler.step, handler.samples_seen) == (2, 8)
     handler = job(40, 4, loader={"collate_fn": tokens})
     handler.load(tmp_path / "a.pt")
     seen.clear()
@@ -361,18 +363,18 @@ def test_a_position_counts_what_was_drawn_not_what_came_of_it(tmp_path):
     assert (handler.step, handler.epoch, len(set(seen))) == (10, 1, 32)
     handler = job(39, 4)
     handler.load(tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"cannot go on with .*: give the same data"):
+    with pytest.raises(ValueError, match=r"cannot go on with .*: use the same data"):
         handler.train(1)
 
 
-def test_an_order_that_is_lost_is_told_and_the_epoch_begun_again(tmp_path):
-    options = {"loader": {"sampler": RandomSampler(Points(12))}, "exchange_every": 1}
+def test_an_epoch_whose_order_is_not_reproducible_starts_again_with_a_warning(tmp_path):
+    options = {"loader": {"sampler": RandomSampler(Points(12))}, "sync_every": 1}
     handler = job(12, 2, callbacks=[StopsAt(3)], **options)
     handler.train(1)
     handler.save(tmp_path / "a.pt")
     handler = job(12, 2, **options)
     handler.load(tmp_path / "a.pt")
-    with pytest.warns(UserWarning, match="epoch 1 is begun again: .* give the sampler a set_epoch"):
+    with pytest.warns(UserWarning, match="epoch 1 starts again, .* give it a set_epoch"):
         handler.train(1)
     assert (handler.step, handler.epoch) == (3 + 6, 1)
 
@@ -444,7 +446,7 @@ def test_an_error_of_one_rank_in_a_callbacks_prediction_is_the_error_of_all():
 
 
 def test_an_error_of_one_rank_within_a_save_is_the_error_of_all(tmp_path):
-    """The others gather, and no exchange may follow: its numbers would be taken for theirs."""
+    """The others gather, and no summary may follow: its numbers would be taken for theirs."""
 
     def work():
         handler = job(12, 2, callbacks=[Checkpoint(tmp_path)])
@@ -453,7 +455,7 @@ def test_an_error_of_one_rank_within_a_save_is_the_error_of_all(tmp_path):
             raise KeyError("of a generator")
 
         if handler.rank == 1:
-            handler._generators.state = fails
+            handler._rng.state = fails
         handler.train(1)
 
     with pytest.raises(KeyError, match="of a generator"):
@@ -461,7 +463,7 @@ def test_an_error_of_one_rank_within_a_save_is_the_error_of_all(tmp_path):
 
 
 def test_what_a_callback_raised_before_its_collective_call_is_said_on_its_rank():
-    """The others wait in the call: no exchange follows, and the group's timeout ends them."""
+    """The others wait in the call: no summary follows, and the group's timeout ends them."""
 
     def work():
         rank = initialize_ddp(timeout=timedelta(seconds=5)).rank
@@ -512,13 +514,13 @@ def test_batches_of_many_kinds():
         return torch.stack([i for i, _ in samples]), [{"boxes": torch.ones(9, 4)} for _ in samples]
 
     handler = job(7, 3, model=Detects(4, 1), metrics={}, loader={"collate_fn": boxes})
-    handler.objective.loss_fn = lambda outputs, targets: outputs.sum()
+    handler.loss_and_metrics.loss_fn = lambda outputs, targets: outputs.sum()
     handler.train(1)
     assert handler.predict(Points(7), 3).shape == (7,)  # also of the last batch, of one
 
 
 def test_callbacks_are_all_called_before_a_signal_ends_training_within_an_epoch(tmp_path):
-    """Each step's exchange is within a save."""
+    """Each step's summary is made in a save."""
 
     class Kills(Callback):
         def on_step_end(self):
@@ -579,34 +581,34 @@ def test_steps_that_a_scaler_leaves_out_are_not_taken():
     handler = job(9, 3, model=model, scheduler=schedule)
     scale = 2.0**127
     handler._optimization.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    handler.objective.loss_fn = lambda outputs, targets: 1000 * outputs.square().mean()
+    handler.loss_and_metrics.loss_fn = lambda outputs, targets: 1000 * outputs.square().mean()
     handler.train(1)
     assert torch.equal(flat(model), before)
     assert handler.skipped == handler.step == 3
     assert handler.optimizer.param_groups[0]["lr"] == 0.1
     assert handler._optimization.scaler.get_scale() == scale / 2**3
-    handler.objective.loss_fn = lambda outputs, targets: outputs.mean() * torch.nan
+    handler.loss_and_metrics.loss_fn = lambda outputs, targets: outputs.mean() * torch.nan
     with pytest.raises(FloatingPointError, match="a loss of epoch 2 is not finite"):
         handler.train(2)
 
 
 def test_lbfgs_is_refused():
     model = nn.Linear(4, 2)
-    with pytest.raises(ValueError, match="LBFGS runs the model several times a step"):
+    with pytest.raises(ValueError, match="LBFGS runs the model several times per step"):
         Handler(model, torch.optim.LBFGS(model.parameters()), nn.functional.cross_entropy)
 
 
 def test_gradients_are_unscaled_before_they_are_clipped():
     """As under fp16, whose scaler also works on the CPU: the norm is that of the real gradients."""
-    found = []
+    weights = []
     for scale in (None, 2.0**10):
         handler = job(9, 3, clip_norm=0.1, lr=1.0)
         if scale:
             handler._optimization.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         handler.train(1)
-        found.append(flat(handler.model))
-    assert torch.allclose(*found, atol=1e-6)
-    assert not torch.allclose(found[0], flat(network()), atol=1e-2)
+        weights.append(flat(handler.model))
+    assert torch.allclose(*weights, atol=1e-6)
+    assert not torch.allclose(weights[0], flat(network()), atol=1e-2)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Running, run, torchrun
+from harness import Running, free_port, run, torchrun
 
 from ddp_ref import (
     DistInfo,
@@ -36,7 +36,7 @@ from ddp_ref.initialize import (
     _pick_device,
     _resolve_device,
     _should_use_distributed,
-    side_group,
+    open_group,
 )
 
 CPU = torch.device("cpu")
@@ -52,7 +52,11 @@ import torch
 torch.set_num_threads(7)  # nobody's share
 import torch.distributed as dist
 from ddp_ref import cleanup_ddp, initialize_ddp
-from ddp_ref.initialize import side_group
+from ddp_ref.initialize import open_group
+
+def side_group():
+    opened = open_group()
+    return opened and opened.side
 
 def total(group=None):
     """Return the sum of all ranks' (rank + 1) over a group, which proves that it works."""
@@ -82,12 +86,6 @@ def shown(tmp_path: Path) -> list[list]:
     return sorted(json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind((HOST, 0))
-        return server.getsockname()[1]
-
-
 @pytest.fixture(autouse=True)
 def same_threads():
     """Put the number of threads back, which a group in this process changes."""
@@ -100,7 +98,7 @@ def same_threads():
 def no_group_left() -> Iterator[None]:
     yield
     assert not dist.is_initialized()
-    assert side_group() is None
+    assert open_group() is None
 
 
 # ---------------------------------------------------------------- real ranks
@@ -111,12 +109,12 @@ rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 expected = world_size * (world_size + 1) / 2
 first = initialize_ddp()
 show(first)
-assert side_group() is side_group()
+assert open_group() is open_group()
 assert not initialize_ddp(use_distributed=False).distributed
 
 # The guide's call, under torchrun.
 cleanup_ddp()
-assert side_group() is None
+assert open_group() is None
 assert initialize_ddp(rank=rank, world_size=world_size, backend="gloo") == first
 assert total() == total(side_group()) == expected
 
@@ -148,7 +146,7 @@ for name in "ab":
     assert initialize_ddp() == first
     assert total() == total(side_group()) == expected
     dist.destroy_process_group()
-    assert side_group() is None
+    assert open_group() is None
 
 assert initialize_ddp(use_distributed=True) == first
 cleanup_ddp()
@@ -181,6 +179,100 @@ def test_two_nodes(tmp_path):
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r % 2, 4] for r in range(4)]
 
 
+FROZEN = """
+import socket, threading
+from ddp_ref import initialize, rendezvous
+owner, name, when = sys.argv[1:]
+
+def freeze():
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread takes no step more
+
+def freezing(function):
+    def wrapper(*args, **kwargs):
+        if when == "before":
+            freeze()
+        result = function(*args, **kwargs)
+        if when == "after":
+            freeze()
+        return result
+    return wrapper
+
+rank = os.environ["RANK"]
+if rank == "1":
+    setattr(eval(owner), name, freezing(getattr(eval(owner), name)))
+open(f"here{rank}", "w").close()
+while not (os.path.exists("here0") and os.path.exists("here1")):
+    time.sleep(0.01)
+start = time.monotonic()
+try:
+    initialize_ddp(initialize.timedelta(seconds=2))
+except RuntimeError as error:
+    assert not dist.is_initialized()
+    cleanup_ddp()
+    print(f"{time.monotonic() - start:.1f}|{error}")
+"""
+MOMENTS = [
+    ("initialize", "detect_launch", "before", "arrive"),
+    ("socket", "create_connection", "before", "arrive"),
+    ("socket", "create_connection", "after", "arrive"),
+    ("dist", "TCPStore", "before", "arrive"),
+    ("dist", "TCPStore", "after", "arrive"),
+    ("rendezvous.Rendezvous", "_wait_for", "after", "open the group"),
+    ("initialize", "_agree_on_device", "before", "open the group"),
+    ("dist", "init_process_group", "before", "open the group"),
+    ("dist.distributed_c10d", "_new_process_group_helper", "after", "open the group"),
+    ("dist", "init_process_group", "after", "open the group"),
+    ("dist", "new_group", "before", "open the group"),
+    ("dist", "new_group", "after", "open the group"),
+]
+QUICK = [MOMENTS[4], MOMENTS[10]]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "when", "stage"),
+    [pytest.param(*m, marks=() if m in QUICK else pytest.mark.full) for m in MOMENTS],
+)
+def test_a_rank_that_freezes_while_the_group_opens_is_named(tmp_path, owner, name, when, stage):
+    """Rank 0 raises within the timeout of 2 seconds and 3 more, and its process ends."""
+    port = str(free_port())
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": HOST, "MASTER_PORT": port}
+    command = [sys.executable, script(tmp_path, FROZEN), owner, name, when]
+    with ExitStack() as stack:
+        first, _ = (
+            stack.enter_context(
+                Running(*command, cwd=tmp_path, env=common | {"RANK": rank, "LOCAL_RANK": rank})
+            )
+            for rank in "01"
+        )
+        result = first.wait(30)
+    assert result.code == 0, result.stderr
+    seconds, _, error = result.stdout.partition("|")
+    assert float(seconds) < 5
+    assert (
+        f"rank 0 of 2, master at {HOST}:{port}: rank 1 did not {stage} (timeout 0:00:02)" in error
+    )
+
+
+@pytest.mark.parametrize("restarts", [2, pytest.param(8, marks=pytest.mark.full)])
+def test_each_rank_is_killed_in_turn_and_restarted(tmp_path, restarts):
+    """torchrun's agent keeps its store, but no restarted rank reads what a dead one left in it."""
+    body = f"""
+info = initialize_ddp()
+dist.barrier()
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if attempt < {restarts} and info.rank == attempt % 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(1))
+if attempt == {restarts}:
+    show(info)
+cleanup_ddp()
+"""
+    command = torchrun(2, "--monitor-interval=0.1", script(tmp_path, body), restarts=restarts)
+    result = run(*command, cwd=tmp_path, timeout=200)
+    assert result.code == 0, result.stderr
+    assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
+
+
 def test_restart_by_torchrun(tmp_path):
     """A rank that dies before it comes: the restarted ranks meet again in the same store."""
     body = """
@@ -200,8 +292,12 @@ show(initialize_ddp())
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
 
 
-def test_restart_on_two_nodes(tmp_path):
-    """A rank of one agent is killed: both agents restart, count differently, and all meet again."""
+@pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.full), True])
+def test_restart_on_two_nodes(tmp_path, shared):
+    """A rank of one agent is killed, and all meet again in a store of this attempt.
+
+    The agents may count their attempts differently, so a store that all attempts share is refused.
+    """
     body = """
 info = initialize_ddp()
 if not os.path.exists("killed"):
@@ -219,9 +315,15 @@ cleanup_ddp()
     options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOST}:{free_port()}", "--rdzv-id=two"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, script(tmp_path, body)]
     with ExitStack() as stack:
-        agents = [stack.enter_context(Running(*command, cwd=tmp_path)) for _ in range(2)]
+        env = {} if shared else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        agents = [stack.enter_context(Running(*command, cwd=tmp_path, env=env)) for _ in range(2)]
         for agent in agents:
-            assert agent.wait(120).code == 0, agent.text()
+            result = agent.wait(120)
+            assert (result.code == 0) == (not shared), agent.text()
+            refused = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun and use --rdzv-back"
+            assert (refused in result.stderr) == shared
+    if shared:
+        return
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r % 2, 4] for r in range(4)]
 
 
@@ -322,7 +424,7 @@ def test_world_of_one(monkeypatch):
     try:
         assert info == (True, 0, 0, 1, CPU)
         assert initialize_ddp() is info
-        dist.barrier(side_group())
+        dist.barrier(open_group().side)
     finally:
         cleanup_ddp()
     assert _initialize_distributed(SHORT, backend="gloo") == info
@@ -334,7 +436,7 @@ def test_torch_without_distributed(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     two = {"rank": 0, "world_size": 2, "master_addr": HOST, "master_port": 1}
     assert initialize_ddp(**two) == ALONE
-    assert side_group() is None
+    assert open_group() is None
     cleanup_ddp()
     with pytest.raises(RuntimeError, match="built without distributed"):
         initialize_ddp(**two, use_distributed=True)
@@ -349,9 +451,9 @@ def test_absent_ranks_and_what_is_left(rank):
             stack.callback(lambda store: None, dist.TCPStore(HOST, port, is_master=True))
         with pytest.raises(RuntimeError) as error:
             initialize_ddp(SHORT, rank=rank, world_size=3, master_addr=HOST, master_port=port)
-    others = "1, 2" if rank == 0 else "0"  # of the rest, only rank 0 knows
+    others = "1, 2" if rank == 0 else "0, 2"
     assert f"rank {rank} of 3, master at {HOST}:{port}" in str(error.value)
-    assert f"no rank {others}" in str(error.value)
+    assert f"rank {others} did not arrive (timeout 0:00:01)" in str(error.value)
     error = stack = None
     one = {"rank": 0, "world_size": 1, "master_addr": HOST, "master_port": port}
     assert initialize_ddp(**one, backend="gloo", use_distributed=True).distributed
@@ -373,7 +475,7 @@ def test_a_master_that_takes_the_connection_and_says_nothing(tmp_path):
     with socket.create_server((HOST, 0)) as silent, no_group_left():
         port = silent.getsockname()[1]
         started = time.monotonic()
-        with pytest.raises(RuntimeError, match=f"{HOST}:{port}: who is there gave no answer"):
+        with pytest.raises(RuntimeError, match=f"{HOST}:{port}: the master does not answer"):
             initialize_ddp(SHORT, rank=1, world_size=2, master_addr=HOST, master_port=port)
         assert time.monotonic() - started < 3
         body = f"""
@@ -410,7 +512,7 @@ def test_a_frozen_rank_0_is_no_endless_wait(tmp_path):
             given_up.touch()
 
     awake, text = run_ranks(join, free_port(), tmp_path, timeout=timedelta(seconds=60))
-    assert awake and "who is there gave no answer within 0:00:01" in text
+    assert awake and "the master does not answer (timeout 0:00:01)" in text
 
 
 def test_a_group_that_somebody_else_opened_in_a_slurm_step(tmp_path):
@@ -521,7 +623,7 @@ def test_a_rank_that_sees_one_gpu_has_its_index(monkeypatch):
 
 def test_first_host():
     assert _first_host_from_slurm_nodelist("node[007,001-004]") == "node007"
-    with pytest.raises(ValueError, match=r"'node\[1' at 4"):
+    with pytest.raises(ValueError, match=r"malformed host list 'node\[1'"):
         _first_host_from_slurm_nodelist("node[1")
 
 

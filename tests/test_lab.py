@@ -27,9 +27,11 @@ def test_a_pair_is_opened_and_saved_as_it_was(name, tmp_path):
     opened = manager.get(f"{name}.ipynb")
     assert any(cell.get("outputs") for cell in opened["content"]["cells"])
     manager.save(opened, f"{name}.ipynb")
+    manager.notary.store.close()  # it holds a database
     assert source.read_text() == (FOLDER / f"{name}.md").read_text()
 
 
+@pytest.mark.full
 def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
     arguments = "ARGS=--no-browser --allow-root --ServerApp.port=0"
     env = {"JUPYTER_RUNTIME_DIR": str(tmp_path), "JUPYTER_CONFIG_DIR": str(tmp_path)}

@@ -2,13 +2,17 @@
 
 import functools
 import inspect
+import random
 import resource
+import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness import Running
 from rank_checks import check_passes, checks, on_ranks
 
 from ddp_ref import initialize_ddp, run_ranks
@@ -135,7 +139,7 @@ def test_a_rank_that_cannot_take_what_was_sent_says_so():
             resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, -1))
         on_rank(0, broadcast=True)(lambda: bytes(2**28))()
 
-    with pytest.raises(RuntimeError, match=r"what rank 0 sent .* cannot be taken: MemoryError"):
+    with pytest.raises(RuntimeError, match=r"what rank 0 sent .* cannot be read: MemoryError"):
         run_ranks(work, timeout=timedelta(seconds=60))
 
 
@@ -151,7 +155,101 @@ def test_a_process_forked_from_a_rank_is_told_so():
     def work():
         initialize_ddp()
         loader = torch.utils.data.DataLoader(Calling(), num_workers=1, timeout=30)
-        with pytest.raises(RuntimeError, match=r"forked from rank .* in the ranks themselves"):
+        with pytest.raises(
+            RuntimeError, match=r"forked from rank .* make this call in the rank itself"
+        ):
             next(iter(loader))
 
     run_ranks(work, timeout=timedelta(seconds=60))
+
+
+LOCAL = """
+import os, time
+import torch.distributed as dist
+from datetime import timedelta
+from ddp_ref import cleanup_ddp, initialize_ddp, on_rank, rank_first
+
+info = initialize_ddp(timedelta(seconds=60))
+node = int(os.environ["SLURM_NODEID"])
+sizes = [int(size) for size in os.environ["LOCAL_SIZES"].split(",")]
+
+def where():
+    return info.rank, info.local_rank
+
+def fail_on_node_1():
+    if node == 1:
+        raise ValueError("only node 1")
+    return "fine"
+
+# Each node's own local rank 0 does the work, and its node gets the result.
+first = int(os.environ["FIRST_RANKS"].split(",")[node])
+assert on_rank(0, local=True, broadcast=True)(where)() == (first, 0)
+assert on_rank(0, local=True)(where)() == ((first, 0) if info.local_rank == 0 else None)
+
+# A node without a local rank 2 has nothing to do, and stays in step with the others.
+result = on_rank(2, local=True, broadcast=True)(where)()
+assert (result is not None) == (sizes[node] > 2), result
+
+# An exception is raised on the ranks of its node alone.
+try:
+    assert on_rank(0, local=True, broadcast=True)(fail_on_node_1)() == "fine" and node != 1
+except ValueError as error:
+    assert node == 1 and str(error) == "only node 1"
+
+# A node does not wait for the work of another one.
+start = time.monotonic()
+on_rank(0, local=True)(lambda: time.sleep(2 * node))()
+assert (time.monotonic() - start > 1.9) == (node == 1)
+
+with rank_first(0, local=True):
+    times = time.monotonic()
+    time.sleep(0.3)
+starts = [None] * info.world_size
+dist.all_gather_object(starts, (node, info.local_rank, times))
+for other_node, local_rank, start in starts:
+    if other_node == node and local_rank > 0:
+        assert start > next(t for n, r, t in starts if (n, r) == (node, 0)) + 0.29
+
+assert on_rank(0, broadcast=True)(where)() == (0, 0)  # everybody is still in step
+for wrong in (max(sizes), -1):
+    try:
+        on_rank(wrong, local=True)(where)()
+    except ValueError as error:
+        assert f"the local ranks are 0 to {max(sizes) - 1}, not {wrong}" in str(error)
+    else:
+        raise AssertionError
+cleanup_ddp()
+"""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local_ranks"),
+    [
+        pytest.param([0, 1, 0, 1, 0], [0, 0, 1, 1, 2], id="cyclic"),
+        pytest.param([0, 0, 0, 1], [0, 1, 2, 0], id="3,1", marks=pytest.mark.full),
+    ],
+)
+def test_local_ranks(tmp_path, nodes, local_ranks):
+    """Two nodes of a Slurm step, in cyclic placement or with unequal numbers of tasks."""
+    sizes = [nodes.count(node) for node in (0, 1)]
+    step = {
+        "SLURM_JOB_ID": str(random.SystemRandom().randrange(10**6)),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost,other",
+        "SLURM_STEP_NUM_TASKS": str(len(nodes)),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, sizes)),
+        "FIRST_RANKS": ",".join(str(nodes.index(node)) for node in (0, 1)),
+        "LOCAL_SIZES": ",".join(map(str, sizes)),
+    }
+    script = tmp_path / "local.py"
+    script.write_text(LOCAL)
+    with ExitStack() as stack:
+        tasks = []
+        for rank, (node, local_rank) in enumerate(zip(nodes, local_ranks, strict=True)):
+            own = {"PROCID": rank, "NODEID": node, "LOCALID": local_rank}
+            env = step | {f"SLURM_{name}": str(value) for name, value in own.items()}
+            tasks.append(
+                stack.enter_context(Running(sys.executable, script, cwd=tmp_path, env=env))
+            )
+        results = [task.wait(90) for task in tasks]
+    assert [result.code for result in results] == [0] * len(nodes), results

@@ -1,6 +1,7 @@
 """ParallelExecutor, parallelize_on_gpus: one result a device, workers that live on, none left."""
 
 import functools
+import gc
 import operator
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from harness import Running, run
 
 from ddp_ref import ParallelExecutor, parallel_on_all_devices, parallelize_on_gpus
+from ddp_ref.workers import serialization
 
 Point = namedtuple("Point", "x y")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
@@ -149,6 +152,83 @@ def test_an_exception_keeps_its_type_and_the_workers_live_on(two):
     assert _pids(two) == before
 
 
+def test_a_result_that_cannot_be_unpickled_names_its_worker(two):
+    class Broken:
+        def __reduce__(self):
+            return int, ("not a number",)
+
+    before = _pids(two)
+    with pytest.raises(TypeError, match=r"result of CPU worker \d cannot be unpickled: ValueError"):
+        two.run(lambda device: Broken())
+    assert _pids(two) == before
+
+
+def test_an_exception_is_freed_without_the_garbage_collector(two):
+    """A cycle would keep the results of the other devices, and their memory."""
+
+    class Local(ValueError):  # unlike its base, it takes weak references
+        pass
+
+    def fail(device):
+        raise Local
+
+    gc.disable()
+    try:
+        two.run(fail)
+    except Local as error:
+        freed = weakref.ref(error)
+    finally:
+        gc.enable()
+    assert freed() is None
+
+
+def test_an_executor_that_is_dropped_leaves_neither_process_nor_thread():
+    threads = threading.active_count()
+    executor = _executor(1)
+    (pid,) = _pids(executor)
+    assert threading.active_count() == threads + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of subprocess, that it still runs
+        del executor
+        gc.collect()
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 30
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("location", "gpu", "gpus", "arrives"),
+    [
+        ("cpu", "cuda:1", 2, "cpu"),  # an argument on the CPU stays there
+        ("cuda:0", "cuda:1", 2, "cuda:1"),  # on a worker's own GPU
+        ("cuda:1", "cpu", 2, "cpu"),  # on a worker without a GPU
+        ("cuda:1", "cuda", 2, "cuda"),  # the current GPU of a rank
+        ("cuda:1", "cuda", 0, "cpu"),  # a rank that sees no GPU
+        ("cuda:1", None, 2, "cuda:1"),  # a result stays where it was
+        ("cuda:1", None, 1, "cpu"),  # a result from a GPU that is not visible here
+    ],
+)
+def test_where_a_tensor_arrives(location, gpu, gpus, arrives, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert serialization.destination(location, gpu) == arrives
+
+
+def test_each_tensor_is_asked_where_it_arrives(monkeypatch):
+    asked = []
+
+    def destination(location, gpu):
+        asked.append((location, gpu))
+        return "meta"
+
+    packed = serialization.dumps("the value", {"nested": [torch.ones(2), torch.nn.Linear(1, 1)]})
+    monkeypatch.setattr(serialization, "destination", destination)
+    ones, linear = serialization.loads(packed, "cuda:1")["nested"]
+    assert {ones.device.type, linear.weight.device.type, linear.bias.device.type} == {"meta"}
+    assert asked == [("cpu", "cuda:1")] * 3
+
+
 def test_a_dead_worker_is_named_and_replaced(tmp_path):
     def die(device, kind):
         marker = tmp_path / kind
@@ -235,6 +315,8 @@ def test_on_gpus_each_worker_has_its_own_and_tensors_stay_there():
         results = executor.run(lambda device: torch.arange(3, device=device) * 2)
         assert [result.device.index for result in results] == [*range(count)]
         assert executor.run(lambda device: torch.cuda.current_device()) == [*range(count)]
+        own = executor.run(lambda device, x: (x.device == device, x.cpu()), torch.ones(2).cuda())
+        assert [(here, x.tolist()) for here, x in own] == [(True, [1.0, 1.0])] * count
     with pytest.raises(ValueError, match=f"{count} CUDA devices are visible"):
         ParallelExecutor(count + 1)
     batch = torch.randn(8, 3, device="cuda:0")
@@ -379,6 +461,7 @@ def test_closed_during_a_call_it_raises_and_can_be_used_again():
 
 
 @on_cpu
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12+
 def test_a_forked_process_makes_its_own(two):
     """It would talk to the parent's workers, in the middle of the parent's calls."""
     pids = _pids(two)
@@ -393,7 +476,7 @@ def test_a_forked_process_makes_its_own(two):
         finally:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert "make one here" in os.read(said, 1000).decode()
+    assert "create one here" in os.read(said, 1000).decode()
     os.close(said)
     os.close(says)
     assert _pids(two) == pids  # they are still there for the parent

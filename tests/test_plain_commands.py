@@ -3,8 +3,10 @@
 import re
 import sys
 
+import pytest
 from harness import ROOT, run
 
+pytestmark = pytest.mark.full
 PYTEST = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider"]
 
 
@@ -20,7 +22,9 @@ def test_long_tests_are_left_out_and_named_files_are_not(tmp_path):
     found = collected(tmp_path, gpt, site)
     assert "test_defaults" not in found and "test_no_paragraph_is_trained_on_and_validated" in found
     assert "test_every_page_loads_whole" in found
-    assert collected(tmp_path, gpt, "-m", "full") == {"test_defaults"}
+    full = collected(tmp_path, gpt, "-m", "full")
+    assert "test_defaults" in full and not full & found
+    assert collected(tmp_path, f"{gpt}::test_defaults") == {"test_defaults"}
 
 
 def test_a_notebook_runs_in_the_order_of_its_cells(tmp_path):

@@ -3,11 +3,10 @@
 import os
 import re
 import signal
-import socket
 
 import pytest
 import torch
-from harness import SCRIPTS, Running, run, torchrun
+from harness import SCRIPTS, Running, free_port, run, torchrun
 
 EPOCHS = 12
 FLAGS = ("--epochs", str(EPOCHS), "--save-every", "1")
@@ -95,8 +94,7 @@ def test_a_finished_run_trains_no_more(tmp_path, unbroken):
 
 def start_nodes(folders, flags, restarts=0):
     """Start one torchrun agent in each folder: to DDP, each is a node of one or two ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     options = ["--nnodes=2", "--nproc-per-node=2", f"--max-restarts={restarts}"]
     options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=nodes"]
     command = [*torchrun(2, "")[:3], *options, SCRIPTS / "multinode_slurm.py", *flags]

@@ -62,14 +62,12 @@ def test_torchrun_that_is_resumed_ends_there_too(spawned, tmp_path):
 
 def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, tmp_path):
     settings = [EPOCHS, "training.batch_size=64", "validation.batch_size=357"]
-    found = train(tmp_path / "run", sys.executable, SCRIPT, settings=settings)
+    text = train(tmp_path / "run", sys.executable, SCRIPT, settings=settings)
     for one, other in zip(
         saved(tmp_path / "run").values(), saved(spawned[1]).values(), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-    numbers = [
-        [float(number) for number in TEST.fullmatch(t).groups()] for t in (found, spawned[0])
-    ]
+    numbers = [[float(number) for number in TEST.fullmatch(t).groups()] for t in (text, spawned[0])]
     assert numbers[0] == pytest.approx(numbers[1], abs=2e-4)
 
 

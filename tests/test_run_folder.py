@@ -12,8 +12,8 @@ import torch
 from training_job import Points, job
 
 from ddp_ref import Callback, Checkpoint, LearningRateMonitor, run_ranks
-from ddp_ref.plotting import _figure
-from ddp_ref.run_folder import write_history
+from ddp_ref.training.plotting import _figure
+from ddp_ref.training.run_folder import write_history
 
 LIMIT = timedelta(minutes=4)
 LINE = re.compile(r"\[RANK 0\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ddp_ref\.handler: (.+)")
@@ -53,7 +53,7 @@ def test_a_folder_of_a_run_on_two_ranks_and_of_its_resumption(tmp_path):
     assert (settings["world_size"], settings["batch_size"], settings["seed"]) == (2, 2, 0)
     assert settings["optimizer"][0] == "SGD (" and settings["loss_fn"] == "cross_entropy"
     lines = log(folder)
-    assert lines[0].endswith("a fresh start")
+    assert lines[0].endswith("starting from scratch")
     assert lines[1].startswith("epoch 1 | train_loss ") and "val_accuracy 0." in lines[1]
     loaded = lines.index(f"{folder / 'step_000000006.pt'}: epoch 2, step 6")
     assert lines[loaded + 1].startswith("epoch 3 | ") and lines[-1].startswith("saved ")
@@ -67,7 +67,7 @@ class Fails(Callback):
 
 def test_what_ended_a_run_is_in_its_log(tmp_path):
     with pytest.raises(KeyError):
-        job(12, 2, callbacks=[Fails()], run_dir=tmp_path, exchange_every=1).train(3)
+        job(12, 2, callbacks=[Fails()], run_dir=tmp_path, sync_every=1).train(3)
     assert log(tmp_path)[-1] == "ended by KeyError: 'of a callback'"
     assert not list(tmp_path.glob("*.pt"))  # of the first epoch nothing was whole
 
@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_is_an_error_before_any_training(tmp_path):
     (tmp_path / "file").touch()
     handler = job(12, 2, run_dir=tmp_path / "file")
     with (
-        pytest.warns(UserWarning, match="a line of the log is lost"),
+        pytest.warns(UserWarning, match="a line of log.txt is lost"),
         pytest.raises(FileExistsError),
     ):
         handler.train(1)
@@ -126,7 +126,7 @@ def test_learning_rates_begin_with_their_callback(tmp_path):
 
 def test_figures_in_the_format_of_their_name(tmp_path):
     handler = job(12, 2)
-    with pytest.raises(ValueError, match="nothing to draw before the first epoch"):
+    with pytest.raises(ValueError, match="nothing to plot before the first epoch"):
         handler.plot_losses(tmp_path / "a.png")
     handler.set_val_loader(Points(5), 2)
     handler.train(3)
@@ -134,7 +134,7 @@ def test_figures_in_the_format_of_their_name(tmp_path):
     assert "<svg" in (tmp_path / "new" / "a.svg").read_text()
     handler.plot_metrics(tmp_path / "a.pdf")
     assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
-    with pytest.raises(ValueError, match="no metrics to draw"):
+    with pytest.raises(ValueError, match="no metrics to plot"):
         job(12, 2, metrics={}).plot_metrics(tmp_path / "b.png")
     with pytest.raises(ValueError, match="is not supported"):
         handler.plot_losses(tmp_path / "a.table")
@@ -143,7 +143,7 @@ def test_figures_in_the_format_of_their_name(tmp_path):
 def test_figures_are_drawn_by_rank_0_and_an_error_is_everybodys(tmp_path):
     def work():
         handler = job(12, 2)
-        with pytest.raises(ValueError, match="nothing to draw"):
+        with pytest.raises(ValueError, match="nothing to plot"):
             handler.plot_losses(tmp_path / "a.png")
         handler.train(1)
         handler.plot_metrics(tmp_path / "a.png")

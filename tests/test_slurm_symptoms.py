@@ -43,7 +43,7 @@ def test_a_shell_of_several_tasks_is_not_a_launch(cluster, tmp_path):
     only_the_first = '[ "$SLURM_PROCID" = 0 ] || exit 0; exec "$@"'
     shell = ["bash", "-c", only_the_first, "shell", *RANK]
     ended = srun(cluster, "--nodes=1", "--ntasks=2", *shell, cwd=tmp_path)
-    assert ended.code != 0 and shown("there came no rank 1") in ended.stderr
+    assert ended.code != 0 and shown("rank 1 did not arrive") in ended.stderr
     ended = srun(cluster, "--nodes=1", "--ntasks=1", *shell, cwd=tmp_path)
     assert ended.stdout == "rank 0 of 1 is local rank 0\n", ended.stderr
 

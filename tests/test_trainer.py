@@ -36,7 +36,7 @@ training:
   seed: 42
   device: "cpu"
   path: out
-  num_epochs: 4
+  num_epochs: 3
   batch_size: 8
   optimizer_type: !pyobject torch.optim.AdamW
   optimizer_args: []
@@ -45,7 +45,7 @@ training:
   pin_memory: true
   drop_last: true
   prefetch_factor: 2
-  checkpoint_at: 3
+  checkpoint_at: 2
 validation:
   {batch_size: 8, num_workers: 0, pin_memory: true, drop_last: false, validator: {device: cpu}}
 testing:
@@ -84,7 +84,7 @@ def train(rank, config):
         sizes = [len(loader.dataset) for loader in (train_loader, val_loader, test_loader)]
         logger.info("sizes: %s", sizes)
         train_results, val_results = trainer.run_training(train_loader, val_loader)
-        assert len(train_results) == len(val_results) == 4
+        assert len(train_results) == len(val_results) == 3
         if rank == 0:
             print(trainer.run_test(test_loader)["loss"])
     finally:
@@ -113,7 +113,7 @@ if __name__ == "__main__":
 def test_the_guides_two_scripts(tmp_path):
     """Spawn and torchrun run them, and find the same numbers, bit for bit."""
     tests = {"PYTHONPATH": str(Path(__file__).parent)}
-    found = []
+    runs = []
     for name, command in [
         ("spawn", [sys.executable, tmp_path / "script.py"]),
         ("torchrun", torchrun(2, tmp_path / "script.py")),
@@ -127,28 +127,28 @@ def test_the_guides_two_scripts(tmp_path):
         assert "[RANK 0]" in ended.stderr and "[RANK 1]" not in ended.stderr
         assert "pin_memory" not in ended.stderr  # no warning: without a GPU it is left out
         assert "sizes: [240, 30, 30]" in ended.stderr
-        found.append((ended.stdout, (folder / "out" / "history.csv").read_text()))
+        runs.append((ended.stdout, (folder / "out" / "history.csv").read_text()))
         assert {path.name for path in (folder / "out").iterdir()} == {
             *("config.json", "config.yaml", "history.csv", "log.txt", "losses.png"),
-            *("step_000000045.pt", "step_000000060.pt"),
+            *("step_000000030.pt", "step_000000045.pt"),
         }
         check_log(folder / "out" / "log.txt", float(ended.stdout))
-        check_history(found[-1][1])
-    assert found[0] == found[1]
+        check_history(runs[-1][1])
+    assert runs[0] == runs[1]
 
 
 def check_log(path, test_loss):
     lines = path.read_text().splitlines()
     pattern = r"\[RANK 0\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO [\w.]+: .+"
     assert all(re.fullmatch(pattern, line) for line in lines)
-    assert sum("Validation: loss=0." in line and " ± 0." in line for line in lines) == 4
+    assert sum("Validation: loss=0." in line and " ± 0." in line for line in lines) == 3
     assert f"Test: loss={test_loss:.3f} ± " in lines[-1]
 
 
 def check_history(text):
     rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(text.splitlines())]
     assert list(rows[0]) == ["epoch", "train_loss", "val_loss", "val_loss_std"]
-    assert [row["epoch"] for row in rows] == [1, 2, 3, 4]
+    assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert rows[-1]["val_loss"] < rows[0]["val_loss"] and rows[0]["val_loss_std"] > 0
 
 
@@ -177,7 +177,7 @@ def test_results_are_the_means_and_the_spread_over_batches():
     assert [list(row) for row in train_results] == [["loss", "accuracy"]] * 3
     assert train_results[-1]["loss"] == trainer.handler.train_losses[-1]
 
-    for found, loader in (
+    for results, loader in (
         (val_results[-1], loaders[1]),
         (trainer.run_test(loaders[2]), loaders[2]),
     ):
@@ -193,7 +193,7 @@ def test_results_are_the_means_and_the_spread_over_batches():
         spread = math.sqrt(sum((loss - center) ** 2 for loss, _ in losses) / len(losses))
         assert len(losses) == 2 and spread > 0
         expected = {"loss": mean, "accuracy": right / count, "loss_std": spread}
-        assert found == pytest.approx(expected, rel=1e-6)
+        assert results == pytest.approx(expected, rel=1e-6)
 
 
 class Drawn(Dataset):
@@ -253,7 +253,7 @@ def check_spread(items, results):
 
 def test_settings_reach_the_handler(tmp_path):
     settings = {"accumulate": 2, "clip_norm": 0.5, "precision": "bf16", "on_nonfinite": "skip"}
-    settings["exchange_every"] = 3
+    settings["sync_every"] = 3
     trainer = TrainerDDP(0, configuration(**settings, seed=3))
     handler = trainer.handler
     assert {name: getattr(handler, name) for name in settings} == settings and handler.seed == 3
@@ -267,7 +267,7 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
     config = configuration(path=str(tmp_path), num_epochs=1)
     train(config)
     before = (tmp_path / "config.yaml").read_text()
-    with pytest.raises(ValueError, match=r"a run on 40 samples, now there are 30: .* test items"):
+    with pytest.raises(ValueError, match=r"on 40 training .* there are 30, so test items"):
         train(config | {"validation": {"fraction": 0.3}})
     with pytest.raises(ValueError, match="optimizer_type 'SGD', not 'AdamW'"):
         train(config | {"training": config["training"] | {"optimizer_type": torch.optim.AdamW}})
@@ -275,7 +275,7 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
         train(config | {"model": {"type": nn.Linear, "args": [4, 3]}})
     assert (tmp_path / "config.yaml").read_text() == before
     changed = {"num_epochs": 2, "optimizer_kwargs": {"lr": 1e-7}}
-    with pytest.warns(UserWarning, match=r"lr is 1e-07, but the checkpoint goes on with 0\.1"):
+    with pytest.warns(UserWarning, match=r"lr is 1e-07, but the checkpoint continues with 0\.1"):
         train(config | {"training": config["training"] | changed})
     # With nothing to validate on, epochs have no such results.
     config["training"]["num_epochs"] = 3
@@ -288,8 +288,8 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
     ("change", "text"),
     [
         ({"data": {"type": iter, "args": [[1]]}}, "the data set must have a length"),
-        ({"model": {"type": network, "kwargs": {"x": 1}}}, "model cannot be made from its args"),
-        ({"data": {"type": Points}}, "data cannot be made from its args and kwargs: .*'size'"),
+        ({"model": {"type": network, "kwargs": {"x": 1}}}, "model cannot be created from its args"),
+        ({"data": {"type": Points}}, "data cannot be created from its args and kwargs: .*'size'"),
     ],
 )
 def test_what_cannot_be_made_is_named(change, text):
@@ -343,8 +343,8 @@ def test_it_stops_early_saves_and_goes_on(tmp_path):
         ({"parallel": {"rank": 2}}, r"parallel\.rank is 2, but TrainerDDP got rank 0"),
         ({"parallel": {"output_device": 1}}, r"parallel\.output_device is 1, but this rank"),
         ({"parallel": {"world_size": 2}}, "master"),
-        ({"model": {"type": dict}}, r"model\.type must make a module, not a dict"),
-        ({"early_stopping": {"type": dict}}, r"early_stopping\.type must make a Callback"),
+        ({"model": {"type": dict}}, r"model\.type must create a module, not a dict"),
+        ({"early_stopping": {"type": dict}}, r"early_stopping\.type must create a Callback"),
     ],
 )
 def test_what_does_not_fit_this_process_is_refused(change, text):

@@ -118,7 +118,7 @@ def test_ranks(tmp_path, one_process, script, nproc):
 
 def test_each_step_of_the_ladder_computes_the_same(tmp_path):
     """Spawn, torchrun and multinode give the same weights, bit for bit, at the same world size."""
-    found = []
+    trained = []
     for script, name in [
         ("multigpu_spawn", "checkpoint.pt"),
         ("multigpu_torchrun", "snapshot.pt"),
@@ -127,9 +127,9 @@ def test_each_step_of_the_ladder_computes_the_same(tmp_path):
         folder = tmp_path / script
         folder.mkdir()
         train(folder, script, 2, "--epochs", "2", "--seed", "5")
-        found.append(weights(folder / name))
-    assert_equal(found[0], found[1])
-    assert_equal(found[1], found[2])
+        trained.append(weights(folder / name))
+    assert_equal(trained[0], trained[1])
+    assert_equal(trained[1], trained[2])
 
 
 @pytest.mark.full  # test_readme.py has the first command, which is this with the default seed

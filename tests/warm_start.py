@@ -38,8 +38,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from importlib.machinery import SourceFileLoader
-from multiprocessing import process as multiprocessing_process
-from multiprocessing import util
+from multiprocessing import process as multiprocessing_process, util
 from pathlib import Path
 from typing import Any
 

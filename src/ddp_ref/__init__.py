@@ -1,46 +1,68 @@
-from .callbacks import Callback, Checkpoint, EarlyStopping, LearningRateMonitor
-from .collectives import (
-    broadcast_object,
-    gather_objects,
-    gather_tensors,
-    reduce_mean,
-    reduce_sum,
-)
-from .configuration import get_loader, load_config
-from .decorators import on_rank, rank_first
-from .environment import LaunchInfo, detect_launch
-from .executor import ParallelExecutor, parallel_on_all_devices, parallelize_on_gpus
-from .handler import Handler
-from .initialize import DistInfo, cleanup_ddp, initialize_ddp
-from .launch import run_ranks
-from .randomness import seed_everything
-from .trainer import TrainerDDP, setup_logging
+"""Data-parallel training with DistributedDataParallel: every public name of the package.
 
-__all__ = [
-    "Callback",
-    "Checkpoint",
-    "DistInfo",
-    "EarlyStopping",
-    "Handler",
-    "LaunchInfo",
-    "LearningRateMonitor",
-    "ParallelExecutor",
-    "TrainerDDP",
-    "broadcast_object",
-    "cleanup_ddp",
-    "detect_launch",
-    "gather_objects",
-    "gather_tensors",
-    "get_loader",
-    "initialize_ddp",
-    "load_config",
-    "on_rank",
-    "parallel_on_all_devices",
-    "parallelize_on_gpus",
-    "rank_first",
-    "reduce_mean",
-    "reduce_sum",
-    "run_ranks",
-    "seed_everything",
-    "setup_logging",
-]
+A name's module is imported when the name is first used (PEP 562), so that `import ddp_ref` loads
+next to nothing, and a project may copy only the folders that it needs.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors
+    from .collectives import (
+        barrier as barrier,
+        broadcast_object as broadcast_object,
+        gather_objects as gather_objects,
+        gather_tensors as gather_tensors,
+        reduce_max as reduce_max,
+        reduce_mean as reduce_mean,
+        reduce_min as reduce_min,
+        reduce_sum as reduce_sum,
+    )
+    from .config.loader import get_loader as get_loader, load_config as load_config
+    from .config.trainer import TrainerDDP as TrainerDDP, setup_logging as setup_logging
+    from .decorators import on_rank as on_rank, rank_first as rank_first
+    from .environment import LaunchInfo as LaunchInfo, detect_launch as detect_launch
+    from .handler import Handler as Handler
+    from .initialize import (
+        DistInfo as DistInfo,
+        cleanup_ddp as cleanup_ddp,
+        initialize_ddp as initialize_ddp,
+    )
+    from .randomness import seed_everything as seed_everything
+    from .training.callbacks import (
+        Callback as Callback,
+        Checkpoint as Checkpoint,
+        EarlyStopping as EarlyStopping,
+        LearningRateMonitor as LearningRateMonitor,
+    )
+    from .workers.executor import (
+        ParallelExecutor as ParallelExecutor,
+        parallel_on_all_devices as parallel_on_all_devices,
+        parallelize_on_gpus as parallelize_on_gpus,
+    )
+    from .workers.run_ranks import run_ranks as run_ranks
+
+_MODULES = {
+    "environment": ("LaunchInfo", "detect_launch"),
+    "initialize": ("DistInfo", "cleanup_ddp", "initialize_ddp"),
+    "randomness": ("seed_everything",),
+    "collectives": (
+        *("barrier", "broadcast_object", "gather_objects", "gather_tensors"),
+        *("reduce_max", "reduce_mean", "reduce_min", "reduce_sum"),
+    ),
+    "decorators": ("on_rank", "rank_first"),
+    "handler": ("Handler",),
+    "training.callbacks": ("Callback", "Checkpoint", "EarlyStopping", "LearningRateMonitor"),
+    "workers.executor": ("ParallelExecutor", "parallel_on_all_devices", "parallelize_on_gpus"),
+    "workers.run_ranks": ("run_ranks",),
+    "config.loader": ("get_loader", "load_config"),
+    "config.trainer": ("TrainerDDP", "setup_logging"),
+}
+__all__ = [name for names in _MODULES.values() for name in names]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,15 @@
-"""Combine what the ranks hold: exact sums and means, ordered gathers, objects.
+"""Combine values across ranks: sum, mean, max, min, gather and broadcast.
 
-Every function is collective: all ranks call it, in the same order. A rank with nothing to give is
-welcome; one whose part cannot be sent raises, and must end, as the others wait for it. In a world
-of one, or with no process group, each returns what a single rank would get.
+Every function here is collective: all ranks call it, in the same order. Without a process group, or
+in a world of one, each function returns what a single rank would get. A rank whose value cannot be
+sent raises, and must then exit, because the other ranks wait for its value.
 """
 
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -15,150 +17,222 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-MESSAGE = 2**20  # bytes from which a message costs more for what it holds than for being one
-Number = float | Tensor  # a Python number or a tensor of one element, on any device
+V = TypeVar("V", float, Tensor, float | Tensor)
 
 
-def reduce_sum(
-    values: Mapping[str, Number], *, names: Sequence[str] | None = None
-) -> dict[str, float]:
-    """Sum each value over all ranks, in float64 (collective: all ranks call).
+def reduce_sum(values: Mapping[str, V]) -> dict[str, V]:
+    """Sum each value over all ranks (collective).
 
-    A rank with nothing to add passes {}. With `names`, the same on all ranks, everything is one
-    packed all-reduce; without, the ranks first tell each other their names. Raises ValueError where
-    they differ (on all ranks alike unless `names` is given).
+    The ranks first compare names, shapes and dtypes, so that a mistake is an error and not a hang.
+    Then all numbers and floating-point tensors travel in one all-reduce as float64, whatever their
+    own dtype, all integers in another one as int64, and complex tensors in a third. Call this once
+    per epoch rather than once per step. An integer sum that does not fit its dtype wraps around.
+
+    Args:
+        values: Numbers or tensors of any shape, by name, in any order. A rank with nothing to add
+            passes {}. Bool tensors cannot be summed: pass `tensor.int()`.
+
+    Returns:
+        The sums by name, equal on every rank. A number comes back as a float. A tensor, also one
+        without dimensions, comes back as a new tensor of its own dtype and shape, on its own
+        device, without a gradient; on a rank that passed {} it is on the group's device.
+
+    Raises:
+        ValueError: If the ranks pass different names, shapes or dtypes, or a dtype that has no
+            sum; on all ranks alike.
+        TypeError: If a value is neither a number nor a tensor; on this rank only.
     """
-    own = {name: float(value) for name, value in values.items()}
-    names = _agree_on_names(own, names)
-    sums = _all_reduce([own.get(name, 0.0) for name in names])
-    return dict(zip(names, sums, strict=True))
+    return _reduce(values, "sum")
 
 
-def reduce_mean(
-    values: Mapping[str, Number], count: float, *, names: Sequence[str] | None = None
-) -> dict[str, float]:
-    """Average each value over the samples of all ranks, in float64 (collective: all ranks call).
+def reduce_max(values: Mapping[str, V]) -> dict[str, V]:
+    """Return the largest of each value over all ranks, element by element (collective).
 
-    `values` are means over this rank's `count` samples; a rank with none passes 0, and its values,
-    if any, are not looked at. The mean over no samples at all is nan. `names` as in reduce_sum:
-    the counts travel in the same packed all-reduce.
+    A nan on any rank is nan on all ranks. For bools, the result is True if any rank has True.
+
+    Args:
+        values: As in reduce_sum, and bool tensors too, but no complex ones: they have no order.
+
+    Returns:
+        The largest values by name, in the form that reduce_sum describes.
+
+    Raises:
+        ValueError: As in reduce_sum.
+        TypeError: As in reduce_sum.
     """
-    if count and not values:
-        raise ValueError(f"values are empty for {count} samples: pass their means, or a count of 0")
-    own = {name: float(value) for name, value in values.items()}
-    names = _agree_on_names(own, names)
-    if count and _world_size() == 1:
-        return own
-    sums = [own.get(name, 0.0) * count if count else 0.0 for name in names]
-    *totals, samples = _all_reduce([*sums, float(count)])
-    means = [total / samples if samples else math.nan for total in totals]
-    return dict(zip(names, means, strict=True))
+    return _reduce(values, "max")
 
 
-def check_same(device: torch.device, **numbers: int) -> None:
-    """Raise ValueError, on all ranks, unless all have the same `numbers` (collective).
+def reduce_min(values: Mapping[str, V]) -> dict[str, V]:
+    """Return the smallest of each value over all ranks, element by element (collective).
 
-    `device` is one that the default group works on.
+    A nan on any rank is nan on all ranks. For bools, the result is True if all ranks have True.
+
+    Args:
+        values: As in reduce_max.
+
+    Returns:
+        The smallest values by name, in the form that reduce_sum describes.
+
+    Raises:
+        ValueError: As in reduce_sum.
+        TypeError: As in reduce_sum.
     """
-    if _world_size() == 1:
-        return
-    own = torch.tensor(list(numbers.values()), device=device)
-    bounds = torch.stack([own, -own])
-    dist.all_reduce(bounds, dist.ReduceOp.MAX)
-    most, least = bounds.tolist()
-    for (what, number), high, low in zip(numbers.items(), most, least, strict=True):
-        if high != -low:
-            raise ValueError(
-                f"all ranks must have the same data, this one has {number} {what}, they have "
-                f"{-low} to {high}: seed what draws it, wait for what writes it"
-            )
+    return _reduce(values, "min")
 
 
-def gather_tensors(tensor: Tensor | None) -> list[Tensor | None] | None:
-    """Return the tensors of all ranks, in rank order, on rank 0; None elsewhere (collective).
+def reduce_mean(values: Mapping[str, V], count: float = 1) -> dict[str, V]:
+    """Average each value over the samples of all ranks (collective).
 
-    Shapes and dtypes may differ; a rank with nothing passes None, which is its entry in the list.
-    The parts are detached and on the CPU, so that rank 0's GPU never holds them all.
+    The counts weigh the values, so the result is the mean over all samples, not a mean of means.
+
+    Args:
+        values: Means over this rank's samples: numbers, or floating-point or complex tensors.
+            A rank with nothing passes {}.
+        count: How many samples these means are over. The values of a rank with count 0 are
+            ignored, even if they are nan. The default gives all ranks equal weight.
+
+    Returns:
+        The means by name, in the form that reduce_sum describes. A mean over no samples is nan.
+
+    Raises:
+        ValueError: As in reduce_sum; also if a tensor is of integers or bools, as a mean is
+            neither, or if {} comes with a count above 1. On all ranks alike.
+        TypeError: As in reduce_sum.
     """
-    # A conjugate or a negative view has no bytes of its own to send.
+    return _reduce(values, "mean", float(count))
+
+
+def gather_tensors(tensor: Tensor | None, to_all: bool = False) -> list[Tensor | None] | None:
+    """Collect one tensor from each rank, in rank order (collective).
+
+    Args:
+        tensor: A tensor of any shape and dtype; both may differ between ranks. None if this rank
+            has nothing, which is then its entry in the list.
+        to_all: Return the list on every rank instead of on rank 0 alone.
+
+    Returns:
+        New tensors, detached and on the CPU, so that no GPU has to hold them all. None on the
+        ranks that do not receive them.
+    """
+    # A conjugate or negative view has no bytes of its own to send.
     part = None if tensor is None else tensor.detach().resolve_conj().resolve_neg().contiguous()
-    if _world_size() == 1:
-        return [None if part is None else part.cpu()]
-    # Collectives on different shapes abort in C++: the shapes first, then each part on its own.
-    forms = _tell_all(None if part is None else (part.shape, part.dtype))
-    if dist.get_rank() == 0:
-        others = [form and _receive(rank, *form) for rank, form in enumerate(forms) if rank > 0]
-        return [None if part is None else part.cpu(), *others]
-    if part is not None:
-        _send(part)
-    return None
+    # gloo aborts in C++ if shapes differ, so the ranks share their shapes first, and then each
+    # part travels on its own.
+    forms = exchange_objects(None if part is None else (part.shape, part.dtype))
+    parts = [move_tensor(part, form, src, to_all) for src, form in enumerate(forms)]
+    return parts if to_all or _rank() == 0 else None
 
 
-def gather_rows(pieces: Sequence[Tensor]) -> Tensor | None:
-    """Return the rows of all ranks, dealt in turns, on rank 0; None elsewhere (collective).
+def gather_objects(obj: T, to_all: bool = False) -> list[T] | None:
+    """Collect one picklable object from each rank, in rank order (collective).
 
-    `pieces` hold this rank's rows in order, each (rows, ...) on the CPU: of the result they are the
-    rows rank, rank + world_size and so on. They travel a mebibyte or so at a time, so that rank 0
-    holds little but the result. Raises ValueError, on all ranks, where rows differ in shape or
-    dtype.
+    Args:
+        obj: This rank's object. CUDA tensors in it arrive on the receiver's own device.
+        to_all: Return the list on every rank instead of on rank 0 alone.
+
+    Returns:
+        Copies of the objects, this rank's own included, or None on ranks that do not receive them.
     """
-    groups = _grouped([piece.detach().resolve_conj().resolve_neg() for piece in pieces])
-    kinds = {(piece.shape[1:], piece.dtype) for piece in pieces}
-    every = _tell_all((kinds, [sum(map(len, group)) for group in groups]))
-    kinds = {kind for given, _ in every for kind in given}
-    if len(kinds) > 1:
-        raise ValueError(f"rows must have one shape and dtype, not {kinds}: pad or convert them")
-    parts = map(_joined, groups)
-    if _world_size() > 1 and dist.get_rank() > 0:
-        for part in parts:
-            _send(part)
-        return None
-    shape, dtype = kinds.pop() if kinds else ((), torch.get_default_dtype())
-    return _dealt(parts, [counts for _, counts in every], shape, dtype)
-
-
-def gather_objects(obj: T) -> list[T] | None:
-    """Return the objects of all ranks, in rank order, on rank 0; None elsewhere (collective).
-
-    They travel pickled; CUDA tensors in them arrive on rank 0's own device.
-    """
-    if _world_size() == 1:
-        return [obj]
-    parts = gather_tensors(torch.frombuffer(bytearray(pack_object(obj)), dtype=torch.uint8))
-    if parts is None:
-        return None
-    return [unpack_object(_to_bytes(part)) for part in parts if part is not None]
+    packed = torch.frombuffer(pack_object(obj), dtype=torch.uint8)
+    parts: list[Any] | None = gather_tensors(packed, to_all)
+    return parts and [unpack_object(part.numpy().data) for part in parts]
 
 
 def broadcast_object(obj: T, src: int = 0) -> T:
-    """Return the object of rank `src` on all ranks, whatever the others pass (collective).
+    """Return rank `src`'s object on every rank (collective).
 
-    It travels pickled; CUDA tensors in it arrive on the receiver's own device.
+    Args:
+        obj: A picklable object; ignored on the other ranks. CUDA tensors in it arrive on the
+            receiver's own device.
+        src: The rank whose object it is: an integer (numpy's too) from 0 to world size - 1.
+
+    Returns:
+        The object itself on rank `src`, a copy of it on the others.
+
+    Raises:
+        ValueError: If there is no rank `src`.
     """
-    if _world_size() == 1:
+    last = _world_size() - 1
+    if src not in range(last + 1):
+        raise ValueError(f"src must be a rank of this world, from 0 to {last}, not {src!r}")
+    if last == 0:
         return obj
     sender = dist.get_rank() == src
-    box: list[Any] = [pack_object(obj) if sender else None]
+    box: list[Any] = [bytes(pack_object(obj)) if sender else None]
     dist.broadcast_object_list(box, src)
     return obj if sender else unpack_object(box[0])
 
 
-def pack_object(obj: object) -> bytes:
-    """Return `obj` pickled, tensors included."""
+def barrier() -> None:
+    """Wait until all ranks have called (collective); a no-op in a world of one."""
+    if _world_size() > 1:
+        dist.barrier()
+
+
+def pack_object(obj: object) -> memoryview:
+    """Return `obj` pickled, tensors included, in a buffer that torch can send without a copy."""
+    buffer = io.BytesIO()
+    with suppress(_HasTensors):
+        _PlainPickler(buffer, 5).dump(obj)  # far faster than torch.save, and it copies less
+        return buffer.getbuffer()
     buffer = io.BytesIO()
     torch.save(obj, buffer, pickle_protocol=5)  # the default of 2 is slow on bytes and arrays
-    return buffer.getvalue()
+    return buffer.getbuffer()
 
 
-def unpack_object(packed: bytes | bytearray) -> Any:
-    """Return what pack_object packed, for data of this program's own ranks only.
+def unpack_object(packed: bytes | bytearray | memoryview) -> Any:
+    """Return what pack_object packed. Unpickling can run code: only for bytes of our own ranks.
 
-    CUDA tensors come to the current CUDA device, or to the CPU where there is none.
+    CUDA tensors move to the current CUDA device, or to the CPU if there is none.
     """
-    return torch.load(io.BytesIO(packed), map_location=_bring_here, weights_only=False)
+    if packed[0] == pickle.PROTO[0]:  # torch.save's archive begins with another byte
+        return pickle.loads(packed)
+    return torch.load(io.BytesIO(packed), map_location=_to_own_device, weights_only=False)
 
 
-def _bring_here(storage: Any, location: str) -> Any:
+class _HasTensors(Exception):
+    """The object holds tensors, which need torch.save to arrive on another device."""
+
+
+class _PlainPickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> None:
+        if isinstance(obj, Tensor | torch.UntypedStorage | torch.TypedStorage):
+            raise _HasTensors
+
+
+def exchange_objects(own: T) -> list[T]:
+    """Return the small objects that all ranks pass, in rank order (collective)."""
+    every = [own] * _world_size()
+    if len(every) > 1:
+        dist.all_gather_object(every, own)
+    return every
+
+
+def move_tensor(own: Any, form: Any, src: int, to_all: bool = False) -> Tensor | None:
+    """Send rank `src`'s tensor to rank 0, or to all ranks; return it there, on the CPU, else None.
+
+    Only the ranks that send or receive have to call. `form` is the tensor's shape and dtype, or
+    None if there is none. `own` is the tensor, contiguous, on rank `src`, and unused elsewhere.
+    """
+    sends, receives = _rank() == src, to_all or _rank() == 0
+    if form is None or not (sends or receives):
+        return None
+    whole = own if sends else torch.empty(form[0], dtype=form[1], device=_device())
+    # Not every backend sends every dtype, but all of them send bytes. A tensor of one element is
+    # contiguous whatever its stride says, so the stride is set here.
+    if whole.numel() and _world_size() > 1 and (to_all or src > 0):
+        flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).to(_device())
+        if to_all:
+            dist.broadcast(flat, src)
+        elif sends:
+            dist.send(flat, 0)
+        else:
+            dist.recv(flat, src)
+    return whole.to("cpu", copy=sends) if receives else None
+
+
+def _to_own_device(storage: Any, location: str) -> Any:
     return storage.cuda() if location.startswith("cuda") and torch.cuda.is_available() else storage
 
 
@@ -166,94 +240,77 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _rank() -> int:
+    return dist.get_rank() if _world_size() > 1 else 0
+
+
 def _device() -> torch.device:
     """Return a device whose tensors the default group takes: the CPU, or under nccl the GPU."""
-    if "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    on_cpu = _world_size() == 1 or "cpu:" in dist.get_backend_config()
+    return torch.device("cpu" if on_cpu else "cuda")
 
 
-def _tell_all(own: T) -> list[T]:
-    """Return what each rank passes, in rank order."""
-    every = [own] * _world_size()
-    if len(every) > 1:
-        dist.all_gather_object(every, own)
-    return every
+def _reduce(values: Mapping[str, Any], how: str, count: float = 1) -> dict[str, Any]:
+    """Return each value reduced over all ranks; `how` is "sum", "mean", "max" or "min"."""
+    kinds = {name: "tensor" if isinstance(v, Tensor) else "number" for name, v in values.items()}
+    own = {name: _as_tensor(name, value) for name, value in values.items()}
+    forms, total = _agree({n: (kinds[n], t.dtype, t.shape) for n, t in own.items()}, count)
+    wires = {name: _wire_dtype(name, dtype, how) for name, (_, dtype, _) in forms.items()}
+    results: dict[str, Any] = dict.fromkeys(forms)
+    for wire in dict.fromkeys(wires.values()):  # not a set: its order differs between processes
+        names = [name for name in forms if wires[name] == wire]
+        sizes = [forms[name][2].numel() for name in names]
+        bound = torch.iinfo(wire).max if wire == torch.int64 else math.inf
+        neutral = {"max": -bound - 1, "min": bound}.get(how, 0)  # it changes no result
+        flat = torch.full((sum(sizes),), neutral, dtype=wire, device=_device())
+        if own and count:  # zero times nan is nan, so a rank without samples adds plain zeros
+            flat = torch.cat([own[name].reshape(-1).to(flat) for name in names])
+        flat = _all_reduce(flat * count, "sum") / total if how == "mean" else _all_reduce(flat, how)
+        for name, part in zip(names, flat.split_with_sizes(sizes), strict=True):
+            kind, dtype, shape = forms[name]
+            tensor = part.view(shape).to(own.get(name, part).device, dtype, copy=True)
+            results[name] = tensor if kind == "tensor" else tensor.item()
+    return results
 
 
-def _dealt(
-    own: Iterable[Tensor], counts: list[list[int]], shape: Any, dtype: torch.dtype
-) -> Tensor:
-    """Return the rows of all ranks, `counts` in each part of each rank, with rank 0's `own`."""
-    whole = torch.empty(sum(map(sum, counts)), *shape, dtype=dtype)
-    for rank, lengths in enumerate(counts):
-        left = whole[rank :: len(counts)]
-        parts = (_receive(rank, (n, *shape), dtype) for n in lengths) if rank else own
-        for part in parts:
-            left[: len(part)] = part
-            left = left[len(part) :]
-    return whole
+def _as_tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if not hasattr(value, "__float__"):  # float() would also take a str
+        raise TypeError(f"{name!r} must be a number or a tensor, not {value!r}")
+    return torch.tensor(float(value), dtype=torch.float64)
 
 
-def _grouped(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return `pieces` in groups of MESSAGE bytes or more, the last of what is left."""
-    groups: list[list[Tensor]] = []
-    nbytes = MESSAGE
-    for piece in pieces:
-        if nbytes >= MESSAGE:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(piece)
-        nbytes += piece.nbytes
-    return groups
+def _agree(own: dict[str, Any], count: float) -> tuple[dict[str, Any], float]:
+    """Return the names and forms that the ranks with values pass, and the sum of their counts."""
+    every = exchange_objects((own, count))
+    passed = [form for form, _ in every]
+    forms = next(filter(None, passed), {})
+    if any(form not in ({}, forms) for form in passed):
+        raise ValueError(f"ranks must pass the same names, shapes and dtypes, or {{}}: {passed}")
+    for form, samples in every:
+        if samples > 1 and not form:  # 1 is the default
+            raise ValueError(f"values are empty for {samples:g} samples: pass means, or count=0")
+    return forms, sum(samples for form, samples in every if form)
 
 
-def _joined(group: Sequence[Tensor]) -> Tensor:
-    return group[0] if len(group) == 1 else torch.cat(list(group))
+def _wire_dtype(name: str, dtype: torch.dtype, how: str) -> torch.dtype:
+    """Return the dtype in which a value travels: backends reduce few dtypes, but all these."""
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    if {"sum": dtype == torch.bool, "mean": exact}.get(how, dtype.is_complex):
+        way_out = {"sum": "int", "mean": "double"}.get(how, "abs")
+        raise ValueError(f"there is no {how} of {name!r} in {dtype}: pass its .{way_out}()")
+    return torch.int64 if exact else torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _agree_on_names(values: Mapping[str, Number], names: Sequence[str] | None) -> list[str]:
-    if names is not None:
-        if values and set(values) != set(names):
-            raise ValueError(f"the values are {list(values)}, names says {list(names)}")
-        return list(names)
-    every = _tell_all(list(values))
-    given = [names for names in every if names] or [[]]
-    if any(set(names) != set(given[0]) for names in given):
-        raise ValueError(f"every rank must pass the same names, or none; by rank: {every}")
-    return given[0]
-
-
-def _all_reduce(numbers: list[float]) -> list[float]:
-    if not numbers or _world_size() == 1:
-        return numbers
-    packed = torch.tensor(numbers, dtype=torch.float64, device=_device())
-    dist.all_reduce(packed)
-    return packed.tolist()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat uint8 view: not every backend sends every dtype, all of them send bytes.
-
-    `tensor` is contiguous, as one of a single element is whatever its stride says.
-    """
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _send(tensor: Tensor) -> None:
-    """Send `tensor` to rank 0, which receives it; nothing at all if it is empty."""
-    if tensor.numel():
-        dist.send(_as_bytes(tensor.contiguous()).to(_device()), 0)
-
-
-def _receive(rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype, device=_device())
-    if tensor.numel():
-        dist.recv(_as_bytes(tensor), rank)
-    return tensor.cpu()
-
-
-def _to_bytes(tensor: Tensor) -> bytearray:
-    buffer = bytearray(tensor.numel())
-    torch.frombuffer(buffer, dtype=torch.uint8).copy_(tensor)
-    return buffer
+def _all_reduce(flat: Tensor, how: str) -> Tensor:
+    if _world_size() > 1 and (how == "sum" or flat.dtype == torch.int64):
+        dist.all_reduce(flat, getattr(dist.ReduceOp, how.upper()))
+    elif _world_size() > 1:
+        # Whether gloo's maximum of nan and a number is nan depends on the ranks' order, and the
+        # other numbers can get lost with it. So a second row says where nan was.
+        sign = 1 if how == "max" else -1
+        rows = torch.stack([sign * flat, flat.isnan().to(flat)])
+        dist.all_reduce(rows, dist.ReduceOp.MAX)
+        flat = (sign * rows[0]).masked_fill(rows[1] > 0, math.nan)
+    return flat

@@ -1,27 +1,52 @@
-"""Run a function on some ranks while the others wait, or on every device."""
+"""Run a function on some ranks while all others wait for it to finish."""
 
 import functools
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from ._outcomes import wait_for_outcomes
 from .collectives import pack_object, unpack_object
-from .initialize import side_group
-from .outcomes import settle
+from .initialize import OpenGroup, open_group
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Ranks = int | list[int] | tuple[int, ...] | set[int] | range
 
-_body = Lock()  # held while a body runs: the other ranks wait for it, so nothing can be exchanged
+# Held while a body runs. The other ranks wait for that body, so nothing can be exchanged meanwhile.
+_body = Lock()
+
+
+class _Plan(NamedTuple):
+    """The arguments of one on_rank or rank_first."""
+
+    name: str
+    ranks: tuple[int, ...]
+    local: bool = False
+    barrier: bool = False
+    broadcast: bool = False
+    max_wait: timedelta | None = None
+
+    def __str__(self) -> str:
+        numbers = ", ".join(map(str, self.ranks))
+        return f"{self.name} on {'local ' if self.local else ''}rank {numbers}"
+
+
+class _Part(NamedTuple):
+    """This rank's part in one call."""
+
+    executes: bool
+    executors: Sequence[int]  # in ascending order
+    members: Sequence[int]  # the ranks that wait for each other: all, or those of this node
+    opened: OpenGroup | None  # None if there is nothing to exchange
 
 
 def on_rank(
@@ -30,28 +55,45 @@ def on_rank(
     *,
     broadcast: bool = False,
     max_wait: timedelta | None = None,
+    local: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """Run the decorated function on `rank` (or several) while all others wait for its end.
+    """Run the decorated function on `rank` while all other ranks wait until it is done.
 
-    The function becomes collective: all ranks call it, in the same order as all on_rank functions,
-    each from one thread at a time. A rank that leaves out one of several calls of one function is
-    not noticed: it then takes the next call's part.
-    It may take longer than the group's timeout. It returns its result on the ranks that ran it and
-    None elsewhere; with `broadcast` the result of the lowest of them comes back elsewhere too,
-    pickled, its CUDA tensors on the receiver's own device (the CPU where there is none).
+    The function becomes collective: all ranks call it, in the same order as all other on_rank
+    functions, and each rank from one thread at a time. If a rank skips one of several calls of the
+    same function, nothing detects it: the rank's next call is matched with the skipped one. The
+    work may take longer than the group's timeout. Inside a running body, further on_rank calls
+    exchange nothing and run where this rank is listed; ordinary collectives would deadlock there.
+    Without a process group, this process is rank 0 of a world of one.
 
-    An exception is raised on all ranks with its original type, rank and traceback; of several, the
-    lowest rank's, the others as notes. One whose type does not survive pickling becomes a
-    RuntimeError. The group stays usable. RuntimeError names a rank that died (at once, unless
-    children that it forked still hold its sockets) or is in another call.
+    A call costs 2 (N - 1) messages per executing rank. After an exception, the group stays usable.
+    After mismatched calls, it need not be. Mismatched calls are found through the store on rank 0,
+    so they go unnoticed while rank 0 is frozen.
 
-    `max_wait` (timedelta) bounds the wait for other ranks, not the work: past it, TimeoutError. No
-    rank returns before all have called; `barrier` adds the `dist.barrier()` of the default group,
-    which under nccl waits for the GPUs too.
+    Args:
+        rank: The executing rank, or a list, tuple, set or range of ranks.
+        barrier: Add a `dist.barrier()` of the default group, which under nccl waits for the GPUs.
+        broadcast: Return the result of the lowest executing rank on the other ranks too. It is
+            pickled, and CUDA tensors in it arrive on the receiver's own device. If it cannot be
+            unpickled, the receivers raise.
+        max_wait: Stop waiting for other ranks after this time. It does not bound the work itself.
+            Default: wait as long as it takes.
+        local: `rank` means local ranks: the function runs on these ranks of every node. Each rank
+            waits for its own node only, and an exception is raised on the ranks of that node.
 
-    Inside a running body, a call exchanges nothing and runs where this rank is listed; ordinary
-    collectives would deadlock there. With no group open, this process is rank 0 of one. A rank
-    outside the world is a ValueError; a generator or coroutine function a TypeError.
+    Returns:
+        A decorator. The decorated function returns its result on the executing ranks, and None on
+        the others unless `broadcast` is set.
+
+    Raises:
+        TypeError: If `rank` is not made of integers, or the function is a generator or coroutine.
+        ValueError: At the call, if `rank` is empty or outside the world.
+        RuntimeError: At the call, if a rank died, or if the ranks are in different calls. The
+            latter may take 15 seconds to notice.
+        TimeoutError: At the call, if other ranks have not finished within `max_wait`.
+        BaseException: What the function raised on an executing rank, on all ranks, with its
+            original type, and with its rank and traceback as notes. A type that cannot be pickled
+            becomes a RuntimeError.
     """
     ranks = _as_ranks(rank)
     if max_wait is not None and not (isinstance(max_wait, timedelta) and max_wait > timedelta(0)):
@@ -60,95 +102,98 @@ def on_rank(
         )
 
     def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
-        name = _name_of(func)
+        plan = _Plan(_name_of(func), ranks, local, barrier, broadcast, max_wait)
 
         @functools.wraps(func)
-        def on_ranks(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            # All else is in a function of this module: so a decorated function can be pickled.
-            work = functools.partial(func, *args, **kwargs)
-            return _run(work, name, ranks, barrier, broadcast, max_wait)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            # The rest is in a function of this module, so cloudpickle can send what we decorate.
+            return _run(functools.partial(func, *args, **kwargs), plan)
 
-        return on_ranks
+        return wrapper
 
     return decorate
 
 
-def _run(
-    work: Callable[[], R],
-    name: str,
-    ranks: tuple[int, ...],
-    barrier: bool,
-    broadcast: bool,
-    max_wait: timedelta | None,
-) -> R | None:
-    """Do `work` on `ranks` and wait for its end on all; `name` tells the calls apart."""
-    group, listed = _enter(ranks)
-    if group is None:
-        return work() if listed else None
-    result, error, packed = None, None, None
-    if listed:
-        try:
-            with _body:
-                result = work()
-            if broadcast and group.rank() == ranks[0]:
-                packed = pack_object(result)
-                unpack_object(packed)  # what cannot be unpickled is an error here, and so on all
-        except BaseException as caught:  # noqa: BLE001 - raised by settle, on all ranks
-            error = caught
-    try:
-        shared = settle(group, name, ranks, error, packed, max_wait)
-    finally:
-        del error  # else this frame keeps the exception, and that all the body's locals
-    if barrier:
-        dist.barrier()
-    return result if listed or shared is None else unpack_object(shared)
+def rank_first(rank: int = 0, *, local: bool = False) -> AbstractContextManager[None]:
+    """Run the `with` block on `rank` first and on all other ranks afterwards (collective).
 
+    Use it when one rank downloads or prepares what the others then find in place. They wait as
+    long as it takes. If the first rank raises, all ranks raise, and the others skip the block.
+    Inside the block, on_rank and rank_first exchange nothing.
 
-def rank_first(rank: int = 0) -> AbstractContextManager[None]:
-    """Run the `with` block on `rank`, then on all the others (collective: all ranks enter).
-
-    For what one rank fetches and the others find in place. They wait however long it takes; an
-    exception of the first is raised on all, and the others do not run the block. Calls of on_rank
-    and rank_first inside the block exchange nothing. With no group open, the block simply runs.
+    Args:
+        rank: The rank that goes first.
+        local: `rank` means a local rank: this rank of every node goes first on its node.
     """
     caller = sys._getframe(1)
     place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-    return _rank_first((operator.index(rank),), f"rank_first at {place}")
+    return _rank_first(_Plan(f"rank_first at {place}", (operator.index(rank),), local))
+
+
+def _run(work: Callable[[], R], plan: _Plan) -> R | None:
+    """Do `work` on the executing ranks and wait for its end on all ranks."""
+    part = _part(plan)
+    if part.opened is None:
+        return work() if part.executes else None
+    result, error, packed = None, None, None
+    if part.executes:
+        try:
+            with _body:
+                result = work()
+            if plan.broadcast and part.opened.info.rank == part.executors[0]:
+                packed = pack_object(result)
+        except BaseException as caught:  # noqa: BLE001 - raised below, on all ranks
+            error = caught
+    try:
+        shared = wait_for_outcomes(
+            part.opened, str(plan), part.executors, part.members, error, packed, plan.max_wait
+        )
+    finally:
+        del error  # otherwise this frame keeps the exception, and that the body's locals
+    if plan.barrier:
+        dist.barrier()
+    return result if part.executes or shared is None else unpack_object(shared)
 
 
 @contextmanager
-def _rank_first(ranks: tuple[int, ...], name: str) -> Iterator[None]:
-    group, first = _enter(ranks)
-    if group is None:
+def _rank_first(plan: _Plan) -> Iterator[None]:
+    part = _part(plan)
+    if part.opened is None:
         yield
         return
     error = None
-    if first:
+    if part.executes:
         try:
             with _body:
                 yield
-        except BaseException as caught:  # noqa: BLE001 - raised by settle, on all ranks
+        except BaseException as caught:  # noqa: BLE001 - raised below, on all ranks
             error = caught
     try:
-        settle(group, name, ranks, error)
+        wait_for_outcomes(part.opened, str(plan), part.executors, part.members, error)
     finally:
         del error
-    if not first:
+    if not part.executes:
         with _body:
             yield
 
 
-def _enter(ranks: tuple[int, ...]) -> tuple[dist.ProcessGroup | None, bool]:
-    """Return the group to exchange over, if there is anything to exchange, and if this rank works.
-
-    Raises ValueError, on all ranks alike, where `ranks` is empty or has one outside the world.
-    """
-    group = side_group()
-    me, world = (group.rank(), group.size()) if group else (0, 1)
-    if not ranks or ranks[0] < 0 or ranks[-1] >= world:
-        listed = ", ".join(map(str, ranks)) or "none"
-        raise ValueError(f"the ranks of this world are 0 to {world - 1}, not {listed}")
-    return (None if world == 1 or _body.locked() else group), me in ranks
+def _part(plan: _Plan) -> _Part:
+    """Return this rank's part in a call; raise ValueError if there are no such ranks."""
+    opened = open_group()
+    me, world = (opened.info.rank, opened.info.world_size) if opened else (0, 1)
+    members: Sequence[int] = range(world)
+    numbers = dict(enumerate(members))
+    if opened and plan.local:
+        places = opened.places
+        members = [rank for rank in members if places[rank].node == places[me].node]
+        numbers = {rank: place.local_rank for rank, place in enumerate(places)}
+    if not plan.ranks or not set(plan.ranks) <= set(numbers.values()):
+        listed = ", ".join(map(str, plan.ranks)) or "none"
+        what = "local ranks" if plan.local else "ranks of this world"
+        raise ValueError(f"{plan.name}: the {what} are 0 to {max(numbers.values())}, not {listed}")
+    executors = [rank for rank in members if numbers[rank] in plan.ranks]
+    exchanges = world > 1 and not _body.locked()
+    return _Part(me in executors, executors, members, opened if exchanges else None)
 
 
 def _as_ranks(rank: Ranks) -> tuple[int, ...]:
@@ -162,7 +207,7 @@ def _as_ranks(rank: Ranks) -> tuple[int, ...]:
 
 
 def _name_of(func: Callable[..., object]) -> str:
-    """Return the name by which the ranks know `func`; refuse what does not run when called."""
+    """Return the name by which all ranks know `func`; refuse what does not run when called."""
     if isinstance(func, staticmethod | classmethod):
         raise TypeError(f"on_rank goes below @{type(func).__name__}, next to the function")
     if not callable(func):
@@ -174,4 +219,4 @@ def _name_of(func: Callable[..., object]) -> str:
         if inspect.iscoroutinefunction(call):
             raise TypeError(f"on_rank: {name} is a coroutine function, it runs after its call ends")
     code = getattr(inspect.unwrap(func), "__code__", None)
-    return f"{name} (line {code.co_firstlineno})" if code else name  # two lambdas have one name
+    return f"{name} (line {code.co_firstlineno})" if code else name  # two lambdas share one name

@@ -1,29 +1,35 @@
-"""What this machine and this launch can run: one line a check, with the way out of a problem."""
+"""Check what this machine and this launch can run: one line per check, with the way out."""
 
 import ipaddress
 import json
 import os
 import platform
+import re
+import shutil
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from datetime import timedelta
+from math import inf
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from .environment import LaunchInfo, detect_launch
 from .initialize import cleanup_ddp, initialize_ddp
-from .launch import run_ranks
-from .rendezvous import serves
+from .rendezvous import hosts_store
+from .workers.run_ranks import run_ranks
 
-ALL_REDUCE_MIB = 25  # DDP's default bucket_cap_mb
-ROUNDS = 5
-LIMIT = timedelta(seconds=90)
+BUCKET = 25 * 2**18  # float32 numbers: 25 MiB, DDP's default bucket_cap_mb
+ROUNDS, LIMIT = 5, timedelta(seconds=90)
+ROOT = Path("/")  # of the files with which Linux describes the machine
 
 
 class Finding(NamedTuple):
@@ -36,104 +42,142 @@ class Finding(NamedTuple):
 
 
 def doctor(as_json: bool = False) -> int:
-    """Print what each check finds, as it is found; return 1 if there is a problem, else 0."""
+    """Check this machine and this launch, and print each result as soon as it is known.
+
+    Slow checks announce themselves on stderr.
+
+    Args:
+        as_json: Print one JSON list of the results, instead of a line per check and a summary.
+
+    Returns:
+        The exit code: 1 if there is a problem, else 0.
+    """
     findings = []
     for finding in find():
         findings.append(finding)
         if not as_json:
             way_out = f" -> {finding.way_out}" if finding.way_out else ""
             print(f"{finding.level:<8} {finding.check:<9} {finding.text}{way_out}", flush=True)
+    levels = Counter(finding.level for finding in findings)
     if as_json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
-    return int(any(finding.level == "problem" for finding in findings))
+    else:
+        warnings, problems = (_count(levels[noun], noun) for noun in ("warning", "problem"))
+        print(f"doctor: {levels['ok']} ok, {warnings}, {problems}")
+    return int(levels["problem"] > 0)
 
 
 def find() -> Iterator[Finding]:
-    """Yield the findings in the order in which one problem hides the next."""
-    yield _platform()
+    """Yield the result of each check, with the cause of a problem before its consequences."""
     try:
         launch = detect_launch()
-    except ValueError as error:
-        yield Finding("problem", "launch", str(error), "unset what the launcher did not set")
-        launch = LaunchInfo(launcher="none", reason="the environment contradicts itself")
-    else:
-        yield _launch(launch)
-    if not dist.is_available():
-        yield Finding("problem", "backends", "this torch has no torch.distributed", "another build")
-        return
-    yield _backends()
-    for check in (_devices, _master, _port, _interface):
-        yield _found(check, launch)
-    yield from _all_reduces()
-    yield _found(_write)
+    except ValueError as error:  # _launch reports it
+        launch = LaunchInfo(launcher="none", reason=str(error))
+    yield from (_result(check, launch) for check in WAYS_OUT)
 
 
-def _found(check: Callable[..., Finding], *args: LaunchInfo) -> Finding:
-    """Return what `check` finds; one that fails must not hide the rest of the report."""
+def _result(check: Callable[[LaunchInfo], str], launch: LaunchInfo) -> Finding:
+    """Run a check: it returns its text, raises a Warning, or raises anything else for a problem."""
+    name = check.__name__.strip("_")
     try:
-        return check(*args)
-    except Exception as error:  # noqa: BLE001 - whatever keeps a check from its end is the finding
-        text = f"the check failed: {type(error).__name__}: {error}".splitlines()[0]
-        return Finding("problem", check.__name__.strip("_"), text, "report it as a bug")
+        return Finding("ok", name, check(launch))
+    except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
+        level = "warning" if isinstance(error, Warning) else "problem"
+        return Finding(level, name, (str(error) or repr(error)).split("\n")[0], WAYS_OUT[check])
 
 
-def _platform() -> Finding:
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    text = (
-        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__} ({cuda}), {torch.get_num_threads()} threads"
-    )
-    if sys.platform == "win32":
-        return Finding("problem", "platform", text, "use WSL2")
+def _platform(_: LaunchInfo) -> str:
+    text = f"{platform.platform()}, Python {platform.python_version()}, torch {torch.__version__}, "
+    text += f"CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads"
     if sys.platform != "linux":
-        return Finding("warning", "platform", text, "tested on Linux only")
-    return Finding("ok", "platform", text)
+        raise RuntimeError(text) if sys.platform == "win32" else UserWarning(text)
+    return text
 
 
-def _launch(launch: LaunchInfo) -> Finding:
-    text = (
-        f"{launch.launcher}: rank {launch.rank} of {launch.world_size}, local rank "
-        f"{launch.local_rank} of {launch.local_world_size}, {launch.nnodes} node"
-        f"{'s' * (launch.nnodes > 1)} ({launch.reason})"
-    )
+def _launch(_: LaunchInfo) -> str:
+    launch = detect_launch()
+    text = f"{launch.launcher}: rank {launch.rank} of {launch.world_size}, local rank "
+    text += f"{launch.local_rank} of {launch.local_world_size}, {_count(launch.nnodes, 'node')} "
+    text += f"({launch.reason})"
     if launch.launcher == "none" and os.environ.get("SLURM_NTASKS", "1") != "1":
-        way_out = "start the ranks with srun, or with torchrun"
-        return Finding("warning", "launch", f"{text}; SLURM_NTASKS alone starts nothing", way_out)
-    return Finding("ok", "launch", text)
+        raise UserWarning(f"{text}; SLURM_NTASKS alone starts nothing")
+    return text
 
 
-def _backends() -> Finding:
-    found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    text = ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in found.items())
-    if not found["gloo"]:
-        return Finding("problem", "backends", text, "a torch built with gloo: on_rank needs it")
-    if torch.cuda.is_available() and not found["nccl"]:
-        return Finding("warning", "backends", text, "a torch built with nccl uses the GPUs")
-    return Finding("ok", "backends", text)
+def _backends(_: LaunchInfo) -> str:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        raise RuntimeError("this torch has no gloo, which on_rank needs")
+    version: Callable[[], tuple[int, ...]] = nccl.version
+    library = ".".join(map(str, version())) if dist.is_nccl_available() else "none"
+    if torch.cuda.is_available() and library == "none":
+        raise UserWarning("gloo yes, NCCL none: DDP cannot use the GPUs")
+    return f"gloo yes, NCCL {library}"
 
 
-def _devices(launch: LaunchInfo) -> Finding:
+def _devices(launch: LaunchInfo) -> str:
     gpus, ranks = torch.cuda.device_count(), launch.local_world_size
-    text = f"{gpus} visible GPU{'s' * (gpus != 1)} for {ranks} local rank{'s' * (ranks != 1)}"
-    own = launch.launcher == "slurm" and gpus == 1  # --gpus-per-task=1 shows each task its own
-    if 0 < gpus < ranks and not own:
-        return Finding("warning", "devices", f"{text}: the CPU", f"start {gpus} to use CUDA")
-    return Finding("ok", "devices", text)
+    models = ", ".join(sorted({*map(torch.cuda.get_device_name, range(gpus))})) or "none"
+    version = re.search(r"\d+\.[\d.]+", _read(ROOT / "proc/driver/nvidia/version"))
+    driver = version[0] if version else "unknown" if gpus else "none"
+    text = f"{_count(gpus, 'visible GPU')} for {_count(ranks, 'local rank')}"
+    text += f" ({models}; driver {driver})"
+    # Slurm's --gpus-per-task=1 shows each task one GPU, its own.
+    if 0 < gpus < ranks and not (launch.launcher == "slurm" and gpus == 1):
+        raise UserWarning(f"{text}: the ranks run on the CPU")
+    return text
 
 
-def _master(launch: LaunchInfo) -> Finding:
+def _limits(_: LaunchInfo) -> str:
+    folder = ROOT / "dev/shm"
+    shared = shutil.disk_usage(folder).total if folder.exists() else inf
+    cores, memory = _cgroup_limits()
+    text = f"CPU {_amount(cores, 'cores')}, memory {_amount(memory / 2**30, 'GiB')}, "
+    text += f"/dev/shm {_amount(shared / 2**30, 'GiB')}"
+    if shared < 2**28:  # 256 MiB; docker gives a container 64
+        raise UserWarning(text)
+    return text
+
+
+def _amount(number: float, unit: str) -> str:
+    return "no limit" if number > 2**30 else f"{number:.3g} {unit}"
+
+
+def _cgroup_limits() -> tuple[float, float]:
+    """Return how many CPU cores and bytes of memory this process may use; inf without a limit.
+
+    A group's parents limit it as well. Version 1 has a folder per controller, version 2 has none.
+    """
+    cores = memory = inf
+    for line in _read(ROOT / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        group = ROOT / "sys/fs/cgroup" / controllers / path.strip("/")
+        for folder in (group, *group.parents):
+            cpu = _numbers(folder, "cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+            if cpu:  # microseconds of CPU time, in a period of so many microseconds
+                cores = min(cores, cpu[0] / cpu[1])
+            memory = min([memory, *_numbers(folder, "memory.max", "memory.limit_in_bytes")])
+    return cores, memory
+
+
+def _numbers(folder: Path, *names: str) -> list[float]:
+    words = " ".join(_read(folder / name) for name in names).split()
+    return [inf if word in ("max", "-1") else float(word) for word in words]
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def _master(launch: LaunchInfo) -> str:
     name = launch.master_addr or socket.gethostname()
     try:
         address = _address(name)
     except OSError as error:
-        way_out = f"add {name} to DNS or /etc/hosts, or set MASTER_ADDR to an address"
-        level = "problem" if launch.master_addr else "warning"
-        return Finding(level, "master", f"{name} does not resolve: {error}", way_out)
-    text = f"{name} is {address}"
+        kind = RuntimeError if launch.master_addr else UserWarning
+        raise kind(f"{name} does not resolve: {error}") from error
     if launch.nnodes > 1 and address.is_loopback:
-        way_out = "set MASTER_ADDR to an address that the other nodes reach"
-        return Finding("problem", "master", f"{text}, which is every node itself", way_out)
-    return Finding("ok", "master", text)
+        raise RuntimeError(f"{name} is {address}, which is every node itself")
+    return f"{name} is {address}"
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -141,94 +185,91 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(str(address).partition("%")[0])
 
 
-def _port(launch: LaunchInfo) -> Finding:
-    port = launch.master_port if serves(launch) and launch.master_port else 0
-    try:
-        with socket.create_server(("", port)) as server:
-            return Finding("ok", "port", f"port {server.getsockname()[1]} can be bound")
-    except OSError as error:
-        way_out = "set MASTER_PORT to a free port, or leave the choice to the launcher"
-        return Finding("problem", "port", f"port {port} cannot be bound: {error}", way_out)
+def _port(launch: LaunchInfo) -> str:
+    port = launch.master_port if hosts_store(launch) and launch.master_port else 0
+    with socket.create_server(("", port)) as server:
+        return f"port {server.getsockname()[1]} can be bound"
 
 
-def _interface(launch: LaunchInfo) -> Finding:
-    there = [name for _, name in socket.if_nameindex()]
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen and not set(chosen.split(",")) <= set(there):
-        way_out = f"one of {', '.join(there)}; NCCL's forms such as ^lo are not for gloo"
-        return Finding("problem", "interface", f"GLOO_SOCKET_IFNAME={chosen} is not here", way_out)
-    if chosen:
-        return Finding("ok", "interface", f"gloo uses {chosen} (GLOO_SOCKET_IFNAME)")
-    text = f"of {', '.join(there)}, gloo uses the one that has this host's name"
-    if launch.nnodes == 1:
-        return Finding("ok", "interface", text)
-    try:
-        loopback = _address(socket.gethostname()).is_loopback
-    except OSError:
-        loopback = True
-    if loopback:
-        way_out = "set GLOO_SOCKET_IFNAME to the interface that the other nodes reach"
-        return Finding("problem", "interface", f"{text}, here the loopback", way_out)
-    return Finding("ok", "interface", text)
+def _interface(launch: LaunchInfo) -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not set(chosen.split(",")) <= {*names, ""}:
+        raise RuntimeError(f"GLOO_SOCKET_IFNAME={chosen} is not here, only {', '.join(names)}")
+    text = f"of {', '.join(names)}, gloo uses {chosen or 'the one with the address of this host'}"
+    if not chosen and launch.nnodes > 1 and _address(socket.gethostname()).is_loopback:
+        raise RuntimeError(f"{text}, here the loopback")
+    return text
 
 
-def _all_reduces() -> Iterator[Finding]:
-    yield _timed("gloo")
-    if not dist.is_nccl_available():
-        return
+def _gloo(launch: LaunchInfo) -> str:
+    return _timed("gloo", 2, launch)
+
+
+def _nccl(launch: LaunchInfo) -> str:
     gpus = torch.cuda.device_count()
-    if gpus >= 2:
-        yield _timed("nccl")
-    else:
-        yield Finding("ok", "nccl", f"not timed: two ranks need 2 GPUs, {gpus} visible")
+    if gpus < 2 or not dist.is_nccl_available():
+        return f"not timed: needs NCCL and two GPUs, {gpus} visible"
+    return _timed("nccl", gpus, launch)
 
 
-def _timed(backend: str) -> Finding:
-    try:
-        with redirect_stdout(sys.stderr):  # what the ranks print is no part of the report
-            small, large = run_ranks(_all_reduce, backend, nproc=2, timeout=LIMIT)[0]
-    except Exception as error:  # noqa: BLE001 - whatever keeps two ranks from meeting is the finding
-        text = f"two local ranks failed: {type(error).__name__}: {error}".splitlines()[0]
-        return Finding("problem", backend, text, "check the interface, or a firewall on loopback")
-    speed = ALL_REDUCE_MIB * 2**20 / large / 1e9
-    text = f"2 local ranks: all-reduce of 1 number {1e3 * small:.2f} ms"
-    return Finding("ok", backend, f"{text}, of {ALL_REDUCE_MIB} MiB {speed:.1f} GB/s")
+def _timed(backend: str, ranks: int, launch: LaunchInfo) -> str:
+    """Return how fast an all-reduce is; only local rank 0 measures, so that no ranks compete."""
+    if launch.local_rank > 0:
+        return "skipped here: local rank 0 measures the all-reduce"
+    # stderr is line-buffered: the line is there before the wait begins.
+    print(f"doctor: starting {ranks} {backend} ranks, up to {LIMIT.seconds} s ...", file=sys.stderr)
+    with redirect_stdout(sys.stderr):  # what the ranks print is no part of the report
+        small, large = run_ranks(_all_reduce, backend, nproc=ranks, timeout=LIMIT)[0]
+    text = f"{ranks} local ranks: all-reduce of 1 number {1e3 * small:.2f} ms, of 25 MiB"
+    return f"{text} {4 * BUCKET / large / 1e9:.1f} GB/s"
 
 
-def _all_reduce(backend: str) -> tuple[float, float]:
-    """Return the median seconds of an all-reduce of one number and of ALL_REDUCE_MIB, on a rank."""
+def _all_reduce(backend: str) -> list[float]:
+    """Return the median seconds of an all-reduce of one number and of 25 MiB, on a rank."""
+    if backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before CUDA starts, so that no GPU is touched
     device = initialize_ddp(backend=backend).device
-    small = torch.zeros(1, device=device)
-    large = torch.zeros(ALL_REDUCE_MIB * 2**18, device=device)  # float32
-    seconds = _median(lambda: dist.all_reduce(small)), _median(lambda: dist.all_reduce(large))
+    seconds = [_median_seconds(torch.zeros(size, device=device)) for size in (1, BUCKET)]
     cleanup_ddp()
     return seconds
 
 
-def _median(collective: Callable[[], object]) -> float:
-    collective()  # the first one also connects
+def _median_seconds(tensor: torch.Tensor) -> float:
     seconds = []
-    for _ in range(ROUNDS):
+    for _ in range(1 + ROUNDS):
         start = time.perf_counter()
-        collective()
-        if torch.cuda.is_available():
+        dist.all_reduce(tensor)
+        if tensor.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[ROUNDS // 2]
+    return sorted(seconds[1:])[ROUNDS // 2]  # the first one also connects
 
 
-def _write() -> Finding:
-    target = Path(f".ddp_ref_doctor_{os.getpid()}")
-    temporary = target.with_suffix(".tmp")
-    try:
-        with temporary.open("wb") as file:
+def _write(_: LaunchInfo) -> str:
+    with TemporaryDirectory(prefix=".ddp_ref_doctor_", dir=".") as folder:
+        with Path(folder, "new").open("wb") as file:
             file.write(bytes(2**20))
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        way_out = "run in a folder that you may write to, with space left"
-        return Finding("problem", "write", f"current folder: {error.strerror or error}", way_out)
-    target.unlink()
-    return Finding("ok", "write", "the current folder takes an atomic write of 1 MiB")
+        Path(folder, "new").replace(Path(folder, "old"))
+    return "the current folder takes an atomic write of 1 MiB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+WAYS_OUT: dict[Callable[[LaunchInfo], str], str] = {  # in the order in which the checks run
+    _platform: "use Linux, or WSL2 on Windows: nothing else is tested",
+    _launch: "start the ranks with torchrun or srun, and unset what they did not set",
+    _backends: "install a torch built with gloo, and with nccl for GPUs",
+    _devices: "start as many ranks as there are GPUs; nvidia-smi shows whether the driver works",
+    _limits: "enlarge /dev/shm (docker run --shm-size=8g): nccl and DataLoader use it",
+    _master: "add the name to DNS or /etc/hosts, or set MASTER_ADDR to what all nodes reach",
+    _port: "set MASTER_PORT to a free port, or leave the choice to the launcher",
+    _interface: "set GLOO_SOCKET_IFNAME to an interface that all nodes reach (^lo is for NCCL)",
+    _gloo: "check the interface, or a firewall on loopback",
+    _nccl: "enlarge /dev/shm, or set NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO shows NCCL's reason",
+    _write: "run in a folder that you may write to, with space left",
+}

@@ -1,12 +1,17 @@
-"""Open and close the process group, and pick the device."""
+"""Open and close the process group, and choose the device."""
+
+from __future__ import annotations  # a torch that was built without distributed has no Store
 
 import atexit
+import itertools
 import os
+import socket
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -15,20 +20,16 @@ import torch
 import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
-from .hostlist import first_host
-from .rendezvous import forget, meet
+from .rendezvous import Rendezvous, refuse_unsafe_restarts
+from .slurm import first_host
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
-SIDE_TIMEOUT = timedelta(days=365)
-SHORTEST = timedelta(milliseconds=1)
-TURN = 0.2  # seconds between two looks at gloo's threads: they get a turn, also on busy cores
-LINGER = 30.0  # seconds, at most, for them to come to rest
-TASKS = Path("/proc/self/task")  # Linux only
+SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
 _first_host_from_slurm_nodelist = first_host
 
 
 class DistInfo(NamedTuple):
-    """Say which rank this process is, of how many, and on which device it works."""
+    """Which rank this process is, out of how many, and on which device it works."""
 
     distributed: bool
     rank: int
@@ -37,15 +38,30 @@ class DistInfo(NamedTuple):
     device: torch.device
 
 
+class Place(NamedTuple):
+    """Where a rank runs. Every rank sends this to the others."""
+
+    node: str
+    local_rank: int
+    gpu: str = ""  # empty on the CPU
+
+
 @dataclass
-class _Opened:
+class OpenGroup:
+    """What this module records about the default process group while it is open."""
+
     info: DistInfo
-    side: dist.ProcessGroup | None
-    pid: int
+    store: dist.Store
+    side: dist.ProcessGroup | None = None  # a gloo group of all ranks, for on_rank's messages
+    places: list[Place] = field(default_factory=list)  # by rank
+    pid: int = field(default_factory=os.getpid)
+    calls: Iterator[int] = field(
+        default_factory=lambda: itertools.count(1)
+    )  # numbers the on_rank calls
 
 
-# What belongs to a default group is forgotten with it, whoever destroys it.
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, _Opened] = weakref.WeakKeyDictionary()
+# Weak keys: if somebody else destroys the group, our entry goes with it.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, OpenGroup] = weakref.WeakKeyDictionary()
 
 
 def initialize_ddp(
@@ -58,28 +74,43 @@ def initialize_ddp(
     backend: str | None = None,
     use_distributed: bool | None = None,
 ) -> DistInfo:
-    """Open the process group this process was launched for, and say which rank it is.
+    """Open the process group that this process was launched for (collective: all ranks call).
 
-    Collective: all ranks call. A later call returns the same DistInfo. `use_distributed` False is
-    one process whatever the environment, True a group or an error, None a group where the launcher
-    tells of more than one rank. `rank` and `world_size` come together and win over the environment.
-    `timeout` (timedelta, 60 minutes) bounds the opening and every collective. `backend` is "nccl"
-    (CUDA), "gloo" (CPU) or None: CUDA where every rank has a GPU of its own, else the CPU.
-    Raises ValueError for a contradictory environment or argument, RuntimeError where the ranks do
-    not meet or, under "nccl", a rank has no GPU of its own; then no group is left open. TypeError
-    for a `timeout` that is no timedelta.
+    A second call returns the same DistInfo.
+
+    Args:
+        timeout: Bounds the opening and every collective. Default: 60 minutes. A shorter timeout
+            reports a frozen rank sooner, but it must be longer than your slowest rank can be late.
+        rank: This process's rank. It comes together with `world_size`; both win over variables.
+        world_size: The number of processes.
+        master_addr: Host name or address of rank 0. It wins over MASTER_ADDR.
+        master_port: A free port on that host. It wins over MASTER_PORT.
+        backend: "nccl" (CUDA) or "gloo" (CPU). Default: CUDA if every rank has a GPU of its own,
+            otherwise the CPU, with one line that says why.
+        use_distributed: False runs as a single process whatever the environment says. True opens
+            a group or fails. None opens a group if the launcher started more than one rank.
+
+    Returns:
+        This process's rank, local rank, world size and device.
+
+    Raises:
+        ValueError: If the environment or the arguments contradict each other.
+        TypeError: If `timeout` is not a timedelta or `use_distributed` is not a bool.
+        RuntimeError: If ranks are missing, naming them; if the master cannot be reached; if
+            `backend="nccl"` and a rank has no GPU of its own; or if a restart by torchrun would
+            not be safe. No group is left open.
     """
     if backend not in (None, "nccl", "gloo"):
         raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a timedelta, such as one minute, not {timeout!r}")
-    if timeout is not None and not SHORTEST <= timeout <= SIDE_TIMEOUT:
-        raise ValueError(f"timeout must be from {SHORTEST} to {SIDE_TIMEOUT}, not {timeout}")
+    if timeout is not None and not SHORTEST <= timeout <= LONGEST:
+        raise ValueError(f"timeout must be from {SHORTEST} to {LONGEST}, not {timeout}")
     if not (use_distributed is None or isinstance(use_distributed, bool)):
         raise TypeError(f"use_distributed must be True, False or None, not {use_distributed!r}")
     if use_distributed is not False:
         if dist.is_available() and dist.is_initialized():
-            return _current().info
+            return _known_group().info
         launch = detect_launch(
             rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
         )
@@ -90,68 +121,62 @@ def initialize_ddp(
 
 
 def cleanup_ddp() -> None:
-    """Close the process group and every group made from it; without one, do nothing."""
+    """Close the process group and every group made from it. Without a group, do nothing."""
     if dist.is_available() and dist.is_initialized():
         group = weakref.ref(_default_group())
         dist.destroy_process_group()
-        if group():  # a DDP model, or torch itself, holds it: its threads run on
+        if group():  # a DDP model, or torch itself, still holds it, so its threads keep running
             linger()
 
 
-def linger() -> None:
-    """Wait until gloo's threads have let go of the last tensors, before Python or a model goes.
+def linger(longest: float = 30.0) -> None:
+    """Wait until gloo's threads are idle: asleep, and not scheduled between two checks.
 
-    For that they need the interpreter lock. While Python ends they would abort the process (up to
-    Python 3.13); and to free a model that alone holds the group is to wait for them with the lock.
+    These threads take the GIL to release the last tensors. If Python is shutting down by then, the
+    process aborts (up to Python 3.13). Freeing the last DDP model joins gloo's threads while
+    holding the GIL that they need.
+
+    Args:
+        longest: Seconds after which to stop waiting.
     """
-    deadline = time.monotonic() + LINGER
-    before, now = None, _gloo_threads()
+    before, now, deadline = None, _gloo_activity(), time.monotonic() + longest
     while before != now and time.monotonic() < deadline:
-        time.sleep(TURN)
-        before, now = now, _gloo_threads()
+        time.sleep(0.2)
+        before, now = now, _gloo_activity()
 
 
-def _gloo_threads() -> object:
-    """Return what changes for as long as a thread that runs collectives has something to do.
+def open_group() -> OpenGroup | None:
+    """Return the open group with its side group, or None without a process group.
 
-    At rest it sleeps, and is not switched; one that waits for the lock is, every 5 ms.
-    """
-    found = []
-    for task in TASKS.glob("*"):
-        with suppress(OSError):  # it has just ended
-            if (task / "comm").read_text() == "pt_gloo_runloop\n":
-                lines = (task / "status").read_text().splitlines()
-                found.append([line for line in lines if line.startswith(("State", "volun"))])
-    running = any("sleeping" not in state for state, _ in found)
-    return time.monotonic() if running else found
+    If other code opened the group, the first call creates the side group, so all ranks call.
 
-
-def side_group() -> dist.ProcessGroup | None:
-    """Return the gloo group of all ranks (timeout 365 days); None where no group is open.
-
-    Under a group that initialize_ddp did not open, the first call makes it: collective then.
+    Raises:
+        RuntimeError: If this process was forked from a rank.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    current = _current()
-    if current.pid != os.getpid():  # the sockets are its parent's: any call would wait for ever
+    group = _known_group()
+    if group.pid != os.getpid():  # the sockets belong to the parent: any call would hang
         raise RuntimeError(
-            f"this process was forked from rank {current.info.rank}, perhaps by a DataLoader: "
-            "what all ranks call must be called in the ranks themselves"
+            f"this process was forked from rank {group.info.rank}, perhaps by a DataLoader, and "
+            "cannot use its process group: make this call in the rank itself, not in the child"
         )
-    if current.side is None:
-        dist.barrier()  # new_group has no other bound than its timeout, here a year
-        current.side = _new_side_group()
-    return current.side
+    if group.side is None:
+        dist.barrier()  # it has the group's own timeout; new_group would wait for 30 minutes
+        side = dist.new_group(backend="gloo")
+        places = [_place(group.info.local_rank)] * group.info.world_size
+        dist.all_gather_object(places, places[0], group=side)
+        group.side, group.places = side, places
+    return group
 
 
 def _should_use_distributed(flag: bool | None) -> bool:
-    """Say whether to open a group: never for False, or an error for True where none can be."""
+    """Return whether to open a group; raise if `flag` is True and there is no launch to join."""
     return flag is not False and _wanted(flag, detect_launch())
 
 
 def _is_env_distributed() -> bool:
-    """Say whether the environment has what a process group needs."""
+    """Return whether the environment has what a process group needs."""
     return detect_launch().master_addr is not None
 
 
@@ -159,11 +184,13 @@ def _wanted(flag: bool | None, launch: LaunchInfo) -> bool:
     if flag is None:
         return launch.world_size > 1 and dist.is_available()
     if not dist.is_available():
-        raise RuntimeError("use_distributed=True, but this torch is built without distributed")
+        raise RuntimeError(
+            "use_distributed=True, but this torch is built without distributed: use another build"
+        )
     if launch.master_addr is None:
         raise RuntimeError(
-            f"use_distributed=True, but {launch.reason}, no master to meet at: start with torchrun "
-            "or srun, or give rank, world_size, master_addr and master_port"
+            f"use_distributed=True, but this launch has no master address ({launch.reason}): start "
+            "with torchrun or srun, or pass rank, world_size, master_addr and master_port"
         )
     return True
 
@@ -174,67 +201,108 @@ def _initialize_distributed(
     launch: LaunchInfo | None = None,
     backend: str | None = None,
 ) -> DistInfo:
-    """Open the group that `launch`, else the environment, describes; collective."""
+    """Open the group that `launch` (default: the environment) describes (collective)."""
     if dist.is_initialized():
-        return _current().info
+        return _known_group().info
     launch = launch or detect_launch()
-    timeout = timeout or DEFAULT_TIMEOUT
+    _wanted(True, launch)
+    refuse_unsafe_restarts(launch)
+    gpu = "" if backend == "gloo" else _gpu_id(_pick_device(launch.local_rank))
+    rendezvous = Rendezvous(launch, timeout or DEFAULT_TIMEOUT)
+    place = _place(launch.local_rank, gpu)
     try:
-        store, gpus = meet(launch, _gpu_id(_pick_device(launch.local_rank)), timeout)
-        device = _agree_on_device(launch, gpus, backend)
-        cuda = device.type == "cuda"
-        if cuda:
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-            device_id=device if cuda else None,
-        )
-        info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
-        _opened[_default_group()] = _Opened(info, _new_side_group(), os.getpid())
-        dist.barrier()
-        if not cuda:
+        reports = rendezvous.run("arrive", lambda: rendezvous.exchange(place))
+        places = [Place(*report) for report in reports]
+        device = _agree_on_device(launch, [place.gpu for place in places], backend)
+        side = rendezvous.run("open the group", lambda: _open_groups(rendezvous, device))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the current device belongs to the thread
+        else:
             atexit.register(cleanup_ddp)
             if not os.environ.get("OMP_NUM_THREADS"):
                 torch.set_num_threads(cores_per_rank(launch))
     except BaseException:
+        rendezvous.give_up()
         cleanup_ddp()
-        forget(launch)
         raise
+    assert rendezvous.store is not None
+    info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
+    _groups[_default_group()] = OpenGroup(info, rendezvous.store, side, places)
     return info
 
 
+def _open_groups(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup:
+    """Open the default group and return its side group, once all ranks have opened theirs."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=rendezvous.store,
+        rank=rendezvous.launch.rank,
+        world_size=rendezvous.launch.world_size,
+        timeout=rendezvous.timeout,
+        device_id=device if cuda else None,
+    )
+    side: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=rendezvous.timeout)
+    rendezvous.exchange(None)
+    # Rank 0 hosts the store, so it must not go on before the others have read what is in it.
+    dist.barrier(side)
+    return side
+
+
+def _place(local_rank: int, gpu: str = "") -> Place:
+    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID", "")
+    return Place(f"{_host_id()} {node}", local_rank, gpu)
+
+
+def _host_id() -> str:
+    """Return an id that is unique to this host; two containers may have the same host name."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
+
+
 def _gpu_id(device: torch.device) -> str:
-    """Return what is unique to a GPU; "" for the CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    """Return "uuid host/PCI address" of a GPU, "" for the CPU.
+
+    The slices of a partitioned (MIG) card differ in their UUID but share their PCI address, and
+    NCCL refuses two ranks with the same address.
+    """
+    if device.type != "cuda":
+        return ""
+    card = torch.cuda.get_device_properties(device)
+    address = [getattr(card, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+    return f"{card.uuid} {_host_id()}/{':'.join(map(str, address))}"
 
 
 def _agree_on_device(launch: LaunchInfo, gpus: list[str], backend: str | None) -> torch.device:
-    """Pick CUDA or the CPU, on all ranks alike, from the GPU id of each rank.
+    """Choose CUDA or the CPU from the GPU ids of all ranks, so that all ranks choose alike.
 
-    Counting devices would not do: under --gpus-per-task=1 each task sees one, its own.
+    Counting devices is not enough: under --gpus-per-task=1 a task sees only its own GPU.
     """
-    found, ranks = len(set(gpus) - {""}), launch.world_size
-    if backend == "gloo" or (backend is None and found == 0):
+    seen = {gpu for gpu in gpus if gpu}
+    cards = len({gpu.split(" ")[-1] for gpu in seen})
+    if backend == "gloo" or (backend is None and not seen):
         return torch.device("cpu")
-    if found == ranks:
+    if cards == launch.world_size:
         return _pick_device(launch.local_rank)
-    short = f"{found} GPU{'s' if found != 1 else ''} for {ranks} ranks"
+    problem = f"{cards} GPU{'s' if cards != 1 else ''} for {launch.world_size} ranks"
+    if len(seen) > cards:
+        problem += f" ({len(seen)} MIG slices of the same cards, which NCCL cannot use together)"
     if backend == "nccl":
         raise RuntimeError(
-            f'{short}: backend="nccl" needs one for each; start as many ranks as there are GPUs, '
+            f'{problem}: backend="nccl" needs one GPU per rank. Start one rank per GPU, '
             'or use backend="gloo"'
         )
     if launch.rank == 0:
-        warnings.warn(f"{short}: running on the CPU; start {found} to use CUDA", stacklevel=4)
+        warnings.warn(
+            f"{problem}: running on the CPU; to use CUDA, start one rank per GPU", stacklevel=4
+        )
     return torch.device("cpu")
 
 
 def _pick_device(local_rank: int) -> torch.device:
-    """Return this local rank's CUDA device, the CPU where none is visible.
+    """Return this local rank's CUDA device, or the CPU if none is visible.
 
     A task that sees only its own device (Slurm's --gpus-per-task=1) has index 0.
     """
@@ -243,40 +311,40 @@ def _pick_device(local_rank: int) -> torch.device:
 
 
 def _resolve_device(device: torch.device | str) -> torch.device:
-    """Return `device` ("gpu" is "cuda") as it is; one that is not there: a warning and the CPU."""
+    """Return `device` ("gpu" means "cuda"), or the CPU with a warning if it is not there."""
     wanted = torch.device(device.replace("gpu", "cuda") if isinstance(device, str) else device)
     module = getattr(torch, wanted.type, None)  # torch.cuda, torch.mps, torch.xpu, ...
     count = getattr(module, "device_count", lambda: 0)()
     if wanted.type == "cpu" or (wanted.index or 0) < count:
         return wanted
-    short = f"{count} {wanted.type} device{'s' if count != 1 else ''}"
-    warnings.warn(f"no device {str(device)!r}, there are {short}: using the CPU", stacklevel=2)
+    there = f"{count} {wanted.type} device{'s' if count != 1 else ''}"
+    warnings.warn(f"no device {str(device)!r}, there are {there}: using the CPU", stacklevel=2)
     return torch.device("cpu")
 
 
 def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
+    group: dist.ProcessGroup | None = dist.group.WORLD
     assert group is not None
     return group
 
 
-def _current() -> _Opened:
-    """Return what is known of the default group, also where somebody else opened it."""
-    group = _default_group()
-    if group not in _opened:
+def _known_group() -> OpenGroup:
+    """Return what we know about the default group, even if other code opened it."""
+    default = _default_group()
+    if default not in _groups:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         local_rank = _local_rank(rank, world_size)
         device = torch.device("cpu")
         if "nccl" in dist.get_backend_config():
-            device = group.bound_device_id or _pick_device(local_rank)
+            device = default.bound_device_id or _pick_device(local_rank)
         info = DistInfo(True, rank, local_rank, world_size, device)
-        _opened[group] = _Opened(info, None, os.getpid())
-    return _opened[group]
+        _groups[default] = OpenGroup(info, dist.distributed_c10d._get_default_store())
+    return _groups[default]
 
 
 def _local_rank(rank: int, world_size: int) -> int:
-    """Return what the launcher says of this rank; the rank itself where it tells of another."""
-    with suppress(ValueError):  # a part of a set is no error here: the group is open without it
+    """Return the launcher's local rank if the launcher describes this group, otherwise the rank."""
+    with suppress(ValueError):  # the group is open, so an incomplete environment is no error here
         launch = detect_launch()
         if (launch.rank, launch.world_size) == (rank, world_size):
             return launch.local_rank
@@ -284,5 +352,13 @@ def _local_rank(rank: int, world_size: int) -> int:
     return int(text) if text.isdecimal() else rank
 
 
-def _new_side_group() -> dist.ProcessGroup:
-    return dist.new_group(backend="gloo", timeout=SIDE_TIMEOUT)
+def _gloo_activity() -> list[object]:
+    """Return a snapshot that changes while any of gloo's threads is active."""
+    threads: list[object] = []
+    for task in Path("/proc/self/task").glob("*"):  # Linux only; empty elsewhere
+        with suppress(OSError):  # the thread has just ended
+            status = (task / "status").read_text()
+            if status.startswith("Name:\tpt_gloo_runloop\n"):
+                asleep = "sleeping" in status
+                threads.append(status[status.index("voluntary_") :] if asleep else time.monotonic())
+    return threads

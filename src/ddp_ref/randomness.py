@@ -1,4 +1,4 @@
-"""Random numbers: seed the global generators, borrow them, and note their state in plain values."""
+"""Seed the global random generators, and save and restore their state."""
 
 import hashlib
 import operator
@@ -34,7 +34,7 @@ def seed_host(seed: int, *parts: int) -> None:
 
 @contextmanager
 def borrowed_generators() -> Iterator[None]:
-    """Restore what seed_host sets: code in the block draws without a trace."""
+    """Restore the CPU generators after the block, whatever the block draws."""
     before = host_state()
     try:
         yield
@@ -43,7 +43,7 @@ def borrowed_generators() -> Iterator[None]:
 
 
 def host_state() -> dict[str, Any]:
-    """Return the state of the CPU's global generators, in values that `weights_only` loads."""
+    """Return the state of the CPU generators; `torch.load(weights_only=True)` accepts it."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -68,9 +68,10 @@ def generator_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_generator_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to what `generator_state` returned; on another kind of device, the CPU's.
+    """Set the generators to what `generator_state` returned.
 
-    What is drawn on the device itself is then not a continuation.
+    If `device` is of another type than the saved one, this restores only the CPU generators, so
+    numbers drawn on the device do not continue the saved sequence.
     """
     set_host_state(state)
     if device.type == "cuda" and "cuda" in state:
@@ -78,6 +79,6 @@ def set_generator_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_from(*parts: int) -> int:
-    """Return a seed of 64 bits that is another for any other `parts`."""
+    """Return a 64-bit seed. Different `parts` give different seeds."""
     text = ",".join(str(operator.index(part)) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

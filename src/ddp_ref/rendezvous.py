@@ -1,11 +1,11 @@
-"""How the ranks meet: a store at the master, each rank's message in it, a deadline.
+"""Bring all ranks together at one store before a deadline, or name the ranks that are missing.
 
-torch's own ways (env://, tcp://) overrun their timeout by half when the master is unreachable, hide
-a wrong host name in a C++ trace, never say which rank is missing, and find the addresses of an
-earlier group when the same processes meet again.
+torch can open a group by itself (env://, tcp://), but then it overruns its timeout by half if the
+master cannot be reached, hides a wrong host name in a C++ trace, and never says which rank is
+missing.
 """
 
-from __future__ import annotations  # a torch built without distributed has no TCPStore
+from __future__ import annotations  # a torch that was built without distributed has no TCPStore
 
 import json
 import os
@@ -13,179 +13,254 @@ import socket
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from uuid import uuid4
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .environment import LaunchInfo
 
-RETRY, WARN_AFTER = 0.1, 10.0  # seconds between two tries to reach the master; until a warning
-LONGEST_PAUSE = 0.25  # seconds between two looks whether all ranks are here
-LATE = 0.5  # seconds past the deadline for the thread that knows what is wrong to say it
+T = TypeVar("T")
+GRACE = 0.5  # seconds past the deadline, so that a rank that knows the cause can report it
+ASK_TIMEOUT = 0.5  # seconds to find out which ranks are missing
+RETRY, WARN_AFTER = 0.1, 10.0  # seconds between attempts to reach the master; before a warning
 
-# One a master and process. Rank 0 serves it to others, who may meet again before rank 0 does.
+# The store at each master. It outlives its group, because another rank may call initialize_ddp
+# again before the rank that hosts the store does.
 _stores: dict[tuple[str, int], dist.TCPStore] = {}
 
 
-def meet(launch: LaunchInfo, message: str, timeout: timedelta) -> tuple[dist.Store, list[str]]:
-    """Wait for all ranks; return a store that is this meeting's own, and the ranks' messages.
+class RendezvousError(RuntimeError):
+    """The ranks could not open the process group together."""
 
-    Collective: all ranks call. Raises RuntimeError, naming the master, where it cannot be reached
-    or a rank does not come within `timeout`.
+
+class Rendezvous:
+    """One attempt to open a process group: its store, its master and its deadline.
+
+    Args:
+        launch: Who this process is, and where the master is.
+        timeout: How long the whole opening may take.
     """
-    found: SimpleQueue[tuple[dist.Store, list[str]] | BaseException] = SimpleQueue()
-    deadline = time.monotonic() + timeout.total_seconds()
-    given_up, gone = Event(), Event()
 
-    def look() -> None:
+    def __init__(self, launch: LaunchInfo, timeout: timedelta) -> None:
+        self.launch, self.timeout = launch, timeout
+        self.store: Any = None  # a dist.Store of this opening, once we are connected
+        self._master: Any = (launch.master_addr, launch.master_port)
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._given_up = Event()
+
+    def run(self, stage: str, step: Callable[[], T]) -> T:
+        """Run one step of the opening and return its result, or raise when the time is up.
+
+        A frozen peer can keep many C++ calls waiting for longer than any timeout, and none of them
+        notices Ctrl-C. So the step has a thread of its own, and the main thread has the deadline.
+
+        Args:
+            stage: What every rank does in this step, for the error: a verb such as "arrive".
+            step: It ends with `exchange`.
+        """
+        self._stage = stage
+        result: Future[T] = Future()
+
+        def attempt(result: Future[T]) -> None:
+            try:
+                result.set_result(step())
+            except BaseException as error:  # noqa: BLE001 - raised again in the main thread
+                result.set_exception(error)
+            del result  # otherwise frame, exception and traceback form a cycle that holds the store
+            if self._given_up.is_set() and dist.is_initialized():
+                dist.destroy_process_group()  # a peer woke up after the main thread had raised
+
+        self._thread = Thread(target=attempt, args=(result,), daemon=True)
         try:
-            found.put(_meet(launch, message, timeout, deadline, given_up))
-        except BaseException as error:  # noqa: BLE001 - raised by the main thread
-            found.put(error)
+            self._thread.start()
+            while not result.done() and time.monotonic() < self._deadline + GRACE:
+                self._thread.join(0.2)
+            if not result.done():
+                raise self._late(self._ask_who_is_missing())
+            return result.result()
+        except RendezvousError:
+            raise
+        except RuntimeError as error:
+            if time.monotonic() < self._deadline:
+                raise self._failure(f"could not {stage}: {error}") from error
+            # A timeout of torch's own, which does not say which rank is the cause.
+            raise self._late(self._ask_who_is_missing(), error) from error
         finally:
-            gone.set()
+            del result
 
-    # A store whose host is frozen keeps a call for ever, in C++, which feels no Ctrl-C either.
-    try:
-        Thread(target=look, daemon=True).start()
-        while (left := deadline + LATE - time.monotonic()) > 0:
-            with suppress(Empty):
-                result = found.get(timeout=min(left, 0.2))
-                if isinstance(result, BaseException):
-                    raise result
-                return result
-    finally:  # a thread that comes back from C++ while Python ends aborts the process
-        given_up.set()
-        gone.wait(LATE)
-    raise RuntimeError(f"{_here(launch)}: who is there gave no answer within {timeout}")
+    def give_up(self) -> None:
+        """Let a step that is still running leave no group behind, and disconnect."""
+        self._given_up.set()
+        self._thread.join(GRACE)  # if it returns from C++ while Python exits, the process aborts
+        if hosts_store(self.launch):
+            time.sleep(GRACE)  # the store ends with this process: let the others read what is in it
+        else:
+            _stores.pop(self._master, None)
 
+    def exchange(self, report: object) -> list[Any]:
+        """Return what every rank reports at this stage, in rank order, once all have reached it.
 
-def _meet(
-    launch: LaunchInfo, message: str, timeout: timedelta, deadline: float, given_up: Event
-) -> tuple[dist.Store, list[str]]:
-    if launch.master_addr is None or launch.master_port is None:
-        raise ValueError(f"no master to meet at: {launch.reason}")
-    master = (launch.master_addr, launch.master_port)
-    here = _here(launch)
-    try:
-        if master not in _stores:
-            _stores[master] = _connect(master, launch, here, deadline)
-        shared = dist.PrefixStore("ddp_ref", _stores[master])
-        talk = (_host if launch.rank == 0 else _join)(shared, launch, message)
+        Rank 0 collects the reports and publishes them; if ranks are missing, it publishes those.
+        """
+        if self.store is None:
+            self.store = self._connect()
+        rank, stage = self.launch.rank, self._stage
+        self.store.set(f"{stage}/{rank}", json.dumps(report))
+        keys = [f"{stage}/{number}" for number in range(self.launch.world_size)]
+        complete = self._wait_for(self.store, keys if rank == 0 else [stage])
+        reports, missing = [], [] if complete else self._missing(self.store)
+        if rank == 0:
+            reports = [json.loads(self.store.get(key)) for key in keys] if complete else []
+            self.store.set(stage, json.dumps([reports, missing]))
+        elif complete:
+            reports, missing = json.loads(self.store.get(stage))
+        if missing or not complete:
+            raise self._late(missing)
+        return reports
+
+    def _wait_for(self, store: dist.Store, keys: list[str]) -> bool:
+        """Return whether all `keys` are in the store before the deadline."""
         pause = 0.001
-        while not shared.check([f"go/{(meeting := next(talk))}"]):
-            if time.monotonic() > deadline or given_up.is_set():
-                absent = ", ".join(map(str, _absent(shared, meeting, launch.world_size)))
-                raise RuntimeError(f"{here}: within {timeout} there came no rank {absent}")
+        while not store.check(keys):
+            if time.monotonic() > self._deadline or self._given_up.is_set():
+                return False
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-        store = dist.PrefixStore(meeting, shared)
-        store.set_timeout(timeout)
-        return store, json.loads(shared.get(f"go/{meeting}"))
-    except dist.DistError as error:
-        raise RuntimeError(f"{here}: lost the store, which rank 0 serves: {error}") from error
+            pause = min(2 * pause, 0.25)
+        return True
 
+    def _missing(self, store: dist.Store) -> list[int]:
+        """Return the other ranks that have not reached the current stage."""
+        ranks = range(self.launch.world_size)
+        return [
+            rank
+            for rank in ranks
+            if rank != self.launch.rank and not store.check([f"{self._stage}/{rank}"])
+        ]
 
-def _here(launch: LaunchInfo) -> str:
-    master = f"{launch.master_addr}:{launch.master_port}"
-    return f"rank {launch.rank} of {launch.world_size}, master at {master}"
+    def _ask_who_is_missing(self) -> list[int]:
+        """Return the missing ranks while a step is stuck; none if the store does not answer.
 
+        The step may be using the store, so this takes a connection of its own. It also takes a
+        thread, because the frozen rank may be the one that hosts the store.
+        """
+        answer: list[int] = []
 
-# A store may outlive a restart by torchrun, whose agents do not agree on how many there were. So
-# nothing is read under a name that an earlier process could have used: a rank is welcomed under an
-# id that it has just made, to a meeting with the id that rank 0 has just made.
+        def ask() -> None:
+            with suppress(dist.DistError):
+                self.store.set_timeout(timedelta(seconds=ASK_TIMEOUT))
+                answer.extend(self._missing(self.store.clone()))
 
+        if self.store is not None:
+            thread = Thread(target=ask, daemon=True)
+            thread.start()
+            thread.join(ASK_TIMEOUT)
+        return answer
 
-def _host(store: dist.Store, launch: LaunchInfo, message: str) -> Iterator[str]:
-    """Welcome all others, as rank 0; yield the meeting, again and again, until all have come."""
-    meeting, welcomed = uuid4().hex, dict.fromkeys(range(1, launch.world_size), b"")
-    messages = {0: message}
-    while True:
-        for rank in welcomed.keys() - messages.keys():
-            if store.check([f"ack/{meeting}/{rank}"]):
-                messages[rank] = store.get(f"ack/{meeting}/{rank}").decode()
-            elif store.check([f"hello/{rank}"]):
-                guest = store.get(f"hello/{rank}")
-                if guest != welcomed[rank]:
-                    store.set(f"welcome/{guest.decode()}", meeting)
-                    welcomed[rank] = guest
-        if len(messages) == launch.world_size:
-            store.set(f"go/{meeting}", json.dumps([messages[rank] for rank in sorted(messages)]))
-        yield meeting
-
-
-def _join(store: dist.Store, launch: LaunchInfo, message: str) -> Iterator[str]:
-    """Come to the meeting of rank 0; yield it, again and again, "" before the welcome."""
-    guest, meeting = uuid4().hex, ""
-    store.set(f"hello/{launch.rank}", guest)
-    while True:
-        if store.check([f"welcome/{guest}"]):
-            invited = store.get(f"welcome/{guest}").decode()
-            if invited != meeting:
-                meeting = invited
-                store.set(f"ack/{meeting}/{launch.rank}", message)
-        yield meeting
-
-
-def _absent(store: dist.Store, meeting: str, world_size: int) -> list[int]:
-    """Return the ranks that have not come, as far as this rank can know."""
-    if not meeting:
-        return [0]
-    return [rank for rank in range(1, world_size) if not store.check([f"ack/{meeting}/{rank}"])]
-
-
-def forget(launch: LaunchInfo) -> None:
-    """Close this process's side of the store, after a failure."""
-    _stores.pop((launch.master_addr, launch.master_port), None)  # type: ignore[arg-type]
-
-
-def serves(launch: LaunchInfo) -> bool:
-    """Say whether this process hosts the store: rank 0 does, unless torchrun's agent has one."""
-    environ = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    there = agent and environ == (launch.master_addr, str(launch.master_port))
-    return launch.rank == 0 and not there
-
-
-def _connect(
-    master: tuple[str, int], launch: LaunchInfo, here: str, deadline: float
-) -> dist.TCPStore:
-    serve = serves(launch)
-    if not serve:
-        _wait_until_reachable(master, here, deadline)
-    try:
-        return dist.TCPStore(
-            *master,
-            is_master=serve,
-            wait_for_workers=False,
-            multi_tenant=True,
-            timeout=timedelta(seconds=max(deadline - time.monotonic(), 1)),
-            use_libuv=sys.platform != "win32",  # torch's Windows builds have no libuv
+    def _late(self, missing: list[int], error: Exception | None = None) -> RendezvousError:
+        problem = (
+            f"rank {', '.join(map(str, missing))} did not {self._stage} (timeout {self.timeout}): "
+            "check that it was started, did not fail (see its output) and can reach the master"
+            if missing
+            else f"the master does not answer (timeout {self.timeout}): check that rank 0, which "
+            "hosts the store, is running and reachable, or set MASTER_PORT to a free port"
         )
-    except dist.DistError as error:
-        way_out = "; set MASTER_PORT to a free port" if serve else ""
-        raise RuntimeError(
-            f"{here}: no store to {'serve' if serve else 'join'}{way_out}: {error}"
-        ) from error
+        cause = f"; torch says: {error}".splitlines()[0] if error else ""
+        return self._failure(f"{problem}{cause}")
 
+    def _failure(self, problem: str) -> RendezvousError:
+        host, port = self._master
+        rank, world_size = self.launch.rank, self.launch.world_size
+        return RendezvousError(f"rank {rank} of {world_size}, master at {host}:{port}: {problem}")
 
-def _wait_until_reachable(master: tuple[str, int], here: str, deadline: float) -> None:
-    warn_at = time.monotonic() + WARN_AFTER
-    while True:
-        try:
-            socket.create_connection(master, max(deadline - time.monotonic(), RETRY)).close()
-            return
-        except OSError as error:
-            problem = f"{here}: cannot reach the master: {error}"
-            now = time.monotonic()
-            if now + RETRY > deadline:
-                raise RuntimeError(problem) from error
-            if now > warn_at:
+    def _connect(self) -> dist.PrefixStore:
+        """Return a store of this opening: no key in it is left from an earlier opening."""
+        if self._master not in _stores:
+            if not hosts_store(self.launch):
+                self._reach_master()
+            _stores[self._master] = self._open_store(hosts_store(self.launch))
+        # torchrun's agent keeps its store when it restarts the ranks, so number the attempts too.
+        attempt = (
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            if _agent_has_store(self.launch)
+            else "0"
+        )
+        size = self.launch.world_size  # torchrun does not count a change of size as a restart
+        store = dist.PrefixStore(f"ddp_ref/{attempt}/{size}", _stores[self._master])
+        opening = store.add(f"openings of rank {self.launch.rank}", 1)
+        store = dist.PrefixStore(str(opening), store)
+        store.set_timeout(self.timeout)
+        return store
+
+    def _reach_master(self) -> None:
+        """Wait until the master accepts connections: torch hides a wrong name in a C++ trace."""
+        warn_at = time.monotonic() + WARN_AFTER
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                socket.create_connection(self._master, max(left, RETRY)).close()
+                return
+            except OSError as error:
+                problem = self._failure(
+                    f"cannot reach the master: {error}; check MASTER_ADDR and rank 0"
+                )
+                if left < RETRY or self._given_up.is_set():
+                    raise problem from error
+            if time.monotonic() > warn_at:
                 warnings.warn(f"{problem}; still trying", stacklevel=2)
-                warn_at = deadline
-        time.sleep(RETRY)
+                warn_at = self._deadline
+            time.sleep(RETRY)
+
+    def _open_store(self, host: bool) -> dist.TCPStore:
+        master, port = self._master
+        try:
+            return dist.TCPStore(
+                master,
+                port,
+                is_master=host,
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=timedelta(seconds=max(self._deadline - time.monotonic(), 1)),
+                use_libuv=sys.platform != "win32",  # torch's Windows builds have no libuv
+            )
+        except dist.DistError as error:
+            what = (
+                "cannot host the store; set MASTER_PORT to a free port"
+                if host
+                else "no store there"
+            )
+            raise self._failure(f"{what}: {error}") from error
+
+
+def hosts_store(launch: LaunchInfo) -> bool:
+    """Return whether this process hosts the store: rank 0 does, unless torchrun's agent has one."""
+    return launch.rank == 0 and not _agent_has_store(launch)
+
+
+def refuse_unsafe_restarts(launch: LaunchInfo) -> None:
+    """Raise if a restart by torchrun could read the addresses of dead ranks (pytorch#135712).
+
+    On one node we number the attempts in the store. On several nodes, the agents may count their
+    attempts differently.
+
+    Raises:
+        RuntimeError: If restarts are on, the store is shared, and there are several nodes.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    if restarts and _agent_has_store(launch) and launch.nnodes > 1:
+        raise RuntimeError(
+            f"--max-restarts={restarts} on several nodes needs a store per attempt (pytorch issue "
+            "135712): set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun and use "
+            "--rdzv-backend=c10d. Static rendezvous (--master-addr) cannot restart"
+        )
+
+
+def _agent_has_store(launch: LaunchInfo) -> bool:
+    """Return whether torchrun's agent hosts the store at this launch's master, across restarts."""
+    master = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return shared and master == (launch.master_addr, str(launch.master_port))

@@ -1,4 +1,4 @@
-"""The keys of a configuration: what each may hold, and what it is where it is left out."""
+"""The keys of a configuration: the values that each one allows, and its default."""
 
 import copy
 import reprlib
@@ -12,15 +12,15 @@ DEFAULT_STOPPING = "DefaultEarlyStopping"
 
 
 class Rule(NamedTuple):
-    """What a key may hold: in words, as a test, and what it is where it is left out."""
+    """The values that a key allows, in words and as a test, and its default."""
 
     allowed: str
-    holds: Callable[[Any], bool]
+    accepts: Callable[[Any], bool]
     default: Any = REQUIRED
 
 
 class Section(NamedTuple):
-    """Keys under one name; `optional`: None where the whole section is left out."""
+    """Keys under one name. An `optional` section that is left out is None."""
 
     keys: Mapping[str, "Rule | Section"]
     optional: bool = False
@@ -30,9 +30,11 @@ Keys = dict[str, Rule | Section]
 
 
 def check_config(config: Any) -> dict[str, Any]:
-    """Return `config` with every key that it leaves out; the argument stays as it is.
+    """Check a configuration and return a copy with the defaults filled in.
 
-    Raises ValueError, in one line that names the key, the value and what is allowed.
+    Raises:
+        ValueError: If a key or value is not allowed. One line names the key, the value and what is
+            allowed.
     """
     checked = _check("the configuration", config, CONFIG)
     _check_together(checked)
@@ -41,7 +43,7 @@ def check_config(config: Any) -> dict[str, Any]:
 
 def _check(name: str, value: Any, rule: Rule | Section) -> Any:
     if isinstance(rule, Rule):
-        if not rule.holds(value):
+        if not rule.accepts(value):
             raise ValueError(f"{name} must be {rule.allowed}, not {reprlib.repr(value)}")
         return value
     if value is None and rule.optional:
@@ -71,9 +73,11 @@ def _list(keys: Mapping[str, Any]) -> str:
 
 
 def _check_together(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for keys that do not go with each other."""
+    """Raise ValueError if keys contradict each other."""
     if taken := {"loss", "loss_std"} & config["metrics"].keys():
-        raise ValueError(f"metrics cannot be named {taken.pop()}, that is another value's name")
+        raise ValueError(
+            f"a metric cannot be named {taken.pop()}, which is a name in the results: rename it"
+        )
     for name in ("training", "validation", "testing"):
         section = config[name]
         if section["prefetch_factor"] is not None and not section["num_workers"]:
@@ -81,7 +85,7 @@ def _check_together(config: Mapping[str, Any]) -> None:
     for name, report in (("validation", "validator"), ("testing", "tester")):
         section, device = config[name], config["training"]["device"]
         if section["data"] and section["fraction"] is not None:
-            raise ValueError(f"{name} has data of its own and a fraction: leave out one of them")
+            raise ValueError(f"{name} has both data and fraction: remove one of them")
         if section[report]["device"] not in (None, device):
             raise ValueError(
                 f"{name}.{report}.device must be training.device, {device!r}, "
@@ -90,10 +94,10 @@ def _check_together(config: Mapping[str, Any]) -> None:
 
 
 def _count(least: int = 1, default: Any = REQUIRED, most: int = 2**31 - 1) -> Rule:
-    def holds(value: Any) -> bool:
+    def accepts(value: Any) -> bool:
         return type(value) is int and least <= value <= most
 
-    return Rule(f"an integer from {least} to {most}", holds, default)
+    return Rule(f"an integer from {least} to {most}", accepts, default)
 
 
 def _flag(default: bool) -> Rule:
@@ -105,7 +109,7 @@ def _one_of(*values: str) -> Rule:
 
 
 def _or_null(rule: Rule, default: Any = None) -> Rule:
-    return Rule(f"{rule.allowed}, or null", lambda v: v is None or rule.holds(v), default)
+    return Rule(f"{rule.allowed}, or null", lambda v: v is None or rule.accepts(v), default)
 
 
 def _is_device(value: Any) -> bool:
@@ -166,7 +170,9 @@ EVALUATION: Keys = LOADING | {
     "fraction": _or_null(
         Rule("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value < 1)
     ),
-    "drop_last": Rule("false, every item is looked at", lambda value: value is False, False),
+    "drop_last": Rule(
+        "false, because every item is evaluated", lambda value: value is False, False
+    ),
 }
 CONFIG = Section(
     {
@@ -202,7 +208,7 @@ CONFIG = Section(
                 "clip_norm": _or_null(Rule("a number above 0", _is_number)),
                 "precision": _one_of("fp32", "bf16", "fp16"),
                 "on_nonfinite": _one_of("raise", "skip"),
-                "exchange_every": _count(1, 10),
+                "sync_every": _count(1, 10),
             }
         ),
         "validation": Section(EVALUATION | {"validator": Section({"device": DEVICE})}),

@@ -1,4 +1,4 @@
-"""What a batch is: its inputs and targets, where they lie, how many samples they have."""
+"""What a batch is: its inputs and targets, their device, and the number of samples."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +8,12 @@ from torch import Tensor
 
 
 def move(value: Any, device: torch.device) -> Any:
-    """Return `value` with its tensors on `device`, in dicts, lists and tuples too, by its `to`."""
+    """Move a batch to `device`: tensors, objects with a `to`, dicts, lists and tuples of them."""
     if isinstance(value, Tensor):
-        # Whoever reads a copy on the CPU does not wait for the GPU that has yet to write it.
+        # A copy to the CPU must wait: without it, Python could read memory that the GPU has not
+        # written yet.
         return value.to(device, non_blocking=device.type != "cpu")
-    if callable(to := getattr(value, "to", None)):  # a batch with a class of its own
+    if callable(to := getattr(value, "to", None)):  # a batch class of the user's own
         return to(device)
     if isinstance(value, Mapping):
         return {key: move(part, device) for key, part in value.items()}
@@ -36,19 +37,19 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 
 def inputs_of(batch: Any) -> Any:
-    """Return what a model is fed: the first element of a tuple or list, or the batch itself."""
+    """Return the model's inputs: the first element of a tuple or list, else the batch itself."""
     return batch[0] if isinstance(batch, list | tuple) else batch
 
 
 def samples_in(value: Any) -> int:
-    """Return the number of samples: the length of the first tensor found, or of a list of dicts."""
+    """Return the number of samples: the length of the first tensor, or of a list of dicts."""
     if isinstance(value, Tensor) and value.dim():
         return len(value)
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return len(value)  # of a detection's targets, one for each sample
+        return len(value)  # of a detection's targets, one dict per sample
     parts = value.values() if isinstance(value, Mapping) else value
     if isinstance(parts, str) or not hasattr(parts, "__iter__"):
         raise ValueError(
-            f"a batch must begin with a tensor that has a sample a row, not with {value!r:.60}"
+            f"a batch must start with a tensor with one row per sample, not with {value!r:.60}"
         )
     return samples_in(next(iter(parts), None))

@@ -1,4 +1,4 @@
-"""Checkpoint files: written in one step, checked when read, weights under their bare names."""
+"""Checkpoint files: written atomically, checked when read, without DDP's prefixes in names."""
 
 import errno
 import os
@@ -19,23 +19,28 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import get_crc32_options, set_crc32_options
 
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
-MARK = b"ddp_ref contents crc32 "  # before that sum, in the comment of the zip archive
-NO_COMMENT = bytes(2)  # the length of the comment, how an archive without one ends
-CHUNK = 2**23  # bytes after which the disk is told to begin with them
+MARK = b"ddp_ref contents crc32 "  # and the checksum, in the zip archive's comment
+NO_COMMENT = bytes(2)  # a comment length of 0, the end of an archive without a comment
+CHUNK = 2**23  # bytes to collect before asking the kernel to write them
 WRAPPED, COMPILED = "module.", "_orig_mod."  # what DDP and torch.compile add to names
 
 
 class DamagedCheckpoint(RuntimeError):
-    """The file is not a whole checkpoint."""
+    """The file is not a complete checkpoint."""
 
 
 def write(path: str | Path, state: Mapping[str, Any]) -> None:
-    """Put `state` at `path` in one step: a crash at any time leaves the old file or the new one.
+    """Save `state` at `path` atomically: a crash at any time leaves the old file or the new one.
 
-    Raises OSError where it cannot be written, TypeError for a value that `read` would refuse; the
-    old file stays, and nothing else.
+    Args:
+        path: The file. Folders above it are created.
+        state: Tensors and plain values, in dicts, lists and tuples.
+
+    Raises:
+        OSError: If the file cannot be written. The old file stays.
+        TypeError: If `state` has a value that `read` would reject. The old file stays.
     """
-    path = Path(path).resolve()  # of a link, the file that it names
+    path = Path(path).resolve()  # for a link, the file that it points to
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -46,7 +51,7 @@ def write(path: str | Path, state: Mapping[str, Any]) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)  # the new name is on disk only after this
+    folder = os.open(path.parent, os.O_RDONLY)  # only this puts the new name on disk
     try:
         os.fsync(folder)
     finally:
@@ -54,50 +59,56 @@ def write(path: str | Path, state: Mapping[str, Any]) -> None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return what `write` put at `path`, its tensors on the CPU; no code of the file is run.
+    """Load what `write` saved, with tensors on the CPU. No code from the file is run.
 
-    Raises OSError where there is no file to open or it cannot be read, DamagedCheckpoint for one
-    that is not a whole checkpoint: cut short, a bit changed, or with what is not plain data.
+    Raises:
+        OSError: If there is no such file, or the disk fails.
+        DamagedCheckpoint: If the file is truncated, changed, or has more than plain data.
     """
     with Path(path).open("rb") as file:
         try:
             _check_sums(file)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # damaged headers lead to any
+        except Exception as error:  # damaged headers can raise any type
             if failure := _failure_of_disk(error):
-                raise failure from None  # it may pass, and the file may be whole
+                raise failure from None  # the disk may recover, and the file may be intact
             raise DamagedCheckpoint(
-                f"{path} is not a whole checkpoint: {_reason(error)}"
+                f"{path} is not a complete checkpoint: {_reason(error)}"
             ) from error
     if not isinstance(state, dict):
-        raise DamagedCheckpoint(f"{path} holds a {type(state).__name__}, a checkpoint is a dict")
+        raise DamagedCheckpoint(f"{path} has a {type(state).__name__}, but a checkpoint is a dict")
     return state
 
 
 def read_newest(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the whole checkpoint with the most steps in `folder`, with its path; None without any.
+    """Load the newest intact checkpoint in `folder`, with a warning for each damaged one.
 
-    Warns of each damaged one that it passes over. Raises DamagedCheckpoint if all are, OSError
-    where the disk fails: that says nothing about the file, and no older one is taken.
+    Returns:
+        Its path and its state; None if the folder has no checkpoint.
+
+    Raises:
+        DamagedCheckpoint: If all checkpoints are damaged.
+        OSError: If the disk fails. The file may be intact, so no older one is loaded instead.
     """
     paths = numbered(folder)
     for path in reversed(paths):
         try:
             return path, read(path)
         except DamagedCheckpoint as error:
-            warnings.warn(f"{error}: taking the one before it", stacklevel=2)
+            warnings.warn(f"{error}: trying the one before it", stacklevel=2)
     if paths:
         raise DamagedCheckpoint(
-            f"none of {len(paths)} checkpoints in {folder} is whole: move them away to start anew"
+            f"all {len(paths)} checkpoints in {folder} are damaged: move them away to start from "
+            "scratch"
         )
     return None
 
 
 def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return what `read` finds at the file `path`, or `read_newest` in the folder `path`.
+    """Load the file `path`, or the newest intact checkpoint in the folder `path`.
 
-    What does not exist is a file if its name ends as those of weights do, else a folder.
+    If `path` does not exist, it counts as a file if it ends in .pt, .pth or .ckpt.
     """
     path = Path(path)
     if path.is_file() or (path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir()):
@@ -106,11 +117,9 @@ def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def numbered(folder: str | Path) -> list[Path]:
-    """Return the checkpoints in `folder` that are named by their step, in that order."""
-    found = [
-        path for path in Path(folder).glob("step_*.pt") if re.fullmatch(r"step_\d+", path.stem)
-    ]
-    return sorted(found, key=step_of)
+    """Return the checkpoints in `folder` with a step in their name, in the order of steps."""
+    paths = Path(folder).glob("step_*.pt")
+    return sorted((p for p in paths if re.fullmatch(r"step_\d+", p.stem)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -119,12 +128,12 @@ def step_of(path: Path) -> int:
 
 
 def sweep(folder: str | Path) -> None:
-    """Remove what saves that were killed have left in `folder`; while no other process saves."""
+    """Remove the temporary files of killed saves from `folder`. No other process may be saving."""
     for path in Path(folder).glob(".*.pt.*.tmp"):
         path.unlink(missing_ok=True)
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(model, DistributedDataParallel):
@@ -136,49 +145,52 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of `model` under the names that it has without any wrapper."""
-    return {_bare_name(name): value for name, value in bare(model).state_dict().items()}
+    """Return the state dict of `model` with the names it has without DDP and torch.compile."""
+    return {_plain_name(name): value for name, value in unwrap_model(model).state_dict().items()}
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copy `state` into `model`, whichever of the two is wrapped by DDP or compiled.
+    """Copy `state` into `model`; either may come from a wrapped or compiled model, or from neither.
 
-    Raises RuntimeError, as load_state_dict does, where names or shapes differ.
+    Raises:
+        RuntimeError: If names or shapes differ, as in `load_state_dict`.
     """
-    model = bare(model)
-    own = {_bare_name(name): name for name in model.state_dict()}
-    given = {_bare_name(name): value for name, value in state.items()}
+    model = unwrap_model(model)
+    own = {_plain_name(name): name for name in model.state_dict()}
+    given = {_plain_name(name): value for name, value in state.items()}
     if given.keys() != own.keys() and all(name.startswith(WRAPPED) for name in given):
         given = {name.removeprefix(WRAPPED): value for name, value in given.items()}
     model.load_state_dict({own.get(name, name): value for name, value in given.items()})
 
 
 def check_finite(model: nn.Module) -> None:
-    """Raise FloatingPointError for weights, to be saved, that no training comes back from."""
+    """Raise FloatingPointError if a weight is not finite: training cannot recover from that."""
     saved = model.state_dict().keys()
     for name, parameter in model.named_parameters():
-        # The sum is one number to look at; that of finite ones may be too large, too.
+        # The sum is one number to check. The sum of finite weights can overflow, hence the rest.
         if not torch.isfinite(parameter.sum()) and not torch.isfinite(parameter).all():
-            raise FloatingPointError(f"{name} is not finite: it is not saved, load an earlier one")
+            raise FloatingPointError(
+                f"{name} is not finite, so nothing is saved: load an earlier one"
+            )
     for name, buffer in model.named_buffers():
-        # An infinite one may be meant, such as a mask.
+        # An infinite value may be intended, as in a mask.
         if name in saved and torch.isnan(buffer).any():
             raise FloatingPointError(
-                f"{name} is not a number: it is not saved, load an earlier one"
+                f"{name} is not a number, so nothing is saved: load an earlier one"
             )
 
 
-def _bare_name(name: str) -> str:
+def _plain_name(name: str) -> str:
     return name.replace(COMPILED, "")
 
 
 class _Output:
-    """A file for torch.save, which tells of a failed write only that a position is wrong."""
+    """A file for torch.save that keeps the OSError of a failed write, which torch.save hides."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.flush = file, file.flush
         self.error: OSError | None = None
-        self._written = self._told = 0  # bytes, and those that the disk has been told of
+        self._written = self._requested = 0  # bytes; those that the kernel was asked to write
 
     def write(self, data: bytes) -> int:
         try:
@@ -187,24 +199,25 @@ class _Output:
             self.error = error
             raise
         self._written += written
-        if self._written - self._told >= CHUNK:
-            self._tell_disk()
+        if self._written - self._requested >= CHUNK:
+            self._start_writeback()
         return written
 
-    def _tell_disk(self) -> None:
-        """Have the disk begin with what is written, so that fsync waits for the rest only."""
-        new, self._told = self._told, self._written
+    def _start_writeback(self) -> None:
+        """Ask the kernel to write to disk now, so that fsync has less to wait for."""
+        start, self._requested = self._requested, self._written
+        size = self._requested - start
         if sys.platform == "linux":
-            with suppress(OSError):  # a hint: some kernels take none
-                # It starts to write what is in memory, and drops what is on disk (mm/fadvise.c).
-                os.posix_fadvise(self.file.fileno(), new, self._told - new, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # best effort: some kernels do not support it
+                # It starts to write dirty pages and drops clean ones (mm/fadvise.c).
+                os.posix_fadvise(self.file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
 
 def _save(state: dict[str, Any], file: BinaryIO) -> None:
     output = _Output(file)
     try:
         with _checksums():
-            torch.save(state, output)  # type: ignore[arg-type]  # it writes and flushes: enough
+            torch.save(state, output)  # type: ignore[arg-type]  # torch.save only writes and flushes
     except RuntimeError:
         if output.error:
             raise output.error from None
@@ -219,7 +232,7 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Have torch.save write the checksums of the data, whatever this thread has set."""
+    """Make torch.save write checksums, whatever this thread has set."""
     before = get_crc32_options()
     set_crc32_options(True)
     try:
@@ -229,31 +242,31 @@ def _checksums() -> Iterator[None]:
 
 
 def _contents_sum(archive: zipfile.ZipFile, file: BinaryIO) -> int:
-    """Return the checksum of the table of contents of `archive`, in `file`, up to its comment."""
+    """Return the checksum of the archive's table of contents, up to its comment."""
     end = file.seek(0, os.SEEK_END) - len(archive.comment) - len(NO_COMMENT)
     file.seek(archive.start_dir)
     return zlib.crc32(file.read(end - archive.start_dir))
 
 
 def _check_sums(file: BinaryIO) -> None:
-    """Raise RuntimeError where what is read would not be what was written.
+    """Raise RuntimeError if the file has changed since it was written.
 
-    torch.load looks at no checksum. The archive has one of each part's data, and none of its table
-    of contents: with a bit of that flipped, tensors are filled from anywhere. So its comment holds
-    one, but for an archive that a bare torch.save has written.
+    torch.load checks no checksum. A zip archive has checksums of its parts, but none of its table
+    of contents: with a flipped bit there, tensors would be read from a wrong place. So `write` puts
+    that checksum into the archive's comment. A file from a plain torch.save has no such comment.
     """
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():
             raise RuntimeError(f"wrong checksum of {damaged}")
-        told = archive.comment.removeprefix(MARK)
-        if told != archive.comment and _contents_sum(archive, file) != int(told, 16):
+        expected = archive.comment.removeprefix(MARK)
+        if expected != archive.comment and _contents_sum(archive, file) != int(expected, 16):
             raise RuntimeError("wrong checksum of the table of contents")
 
 
 def _failure_of_disk(error: BaseException | None) -> OSError | None:
-    """Return what the disk said, if `error` came of it: zipfile makes another error of some."""
+    """Return the OSError behind `error`, if any: zipfile turns some of them into its own errors."""
     while error is not None:
-        # EINVAL is of a place before the file's beginning, to which damaged headers lead.
+        # EINVAL comes from damaged headers, which lead to a seek before the start of the file.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             return error
         error = error.__cause__ or error.__context__
@@ -261,16 +274,16 @@ def _failure_of_disk(error: BaseException | None) -> OSError | None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise TypeError for what `read` would refuse: found here, it costs no training."""
+    """Raise TypeError if `read` would reject the file: now is the time to know, not on resume."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
     except OSError:
         raise
     except Exception as error:
-        raise TypeError(f"a checkpoint cannot hold this state: {_reason(error)}") from error
+        raise TypeError(f"a checkpoint cannot contain this state: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of torch's explanation that names the cause."""
+    """Return the line of torch's message that names the cause."""
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
     return text.strip().partition("\n")[0].partition(" Please")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The model as each rank trains it: a replica in DistributedDataParallel."""
+"""Each rank's copy of the model: wrapped in DistributedDataParallel (DDP)."""
 
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -9,16 +9,26 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def replicate(
+def wrap_model(
     model: nn.Module, device: torch.device, distributed: bool, find_unused: bool | None
 ) -> nn.Module:
-    """Return `model` on `device`, wrapped in DDP where there are ranks and it has what to train.
+    """Move `model` to `device` and wrap it in DDP (collective if `distributed`).
 
-    `find_unused` is DDP's find_unused_parameters; None: DDP_FIND_UNUSED_PARAMETERS says it, 1 or 0.
-    Raises ValueError where DDP is in the model already.
+    Args:
+        model: The model, not yet wrapped in DDP.
+        device: Where it trains.
+        distributed: Whether there are other ranks.
+        find_unused: DDP's `find_unused_parameters`. With None, the environment variable
+            DDP_FIND_UNUSED_PARAMETERS decides: 1, true, 0 or false.
+
+    Returns:
+        The wrapped model; on one process, or without a trainable parameter, the model itself.
+
+    Raises:
+        ValueError: If the model already contains DDP.
     """
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
-        raise ValueError("the model is wrapped in DDP already: give Handler the model inside")
+        raise ValueError("the model is already wrapped in DDP: give Handler the model inside it")
     model = model.to(device)
     if not distributed or not any(part.requires_grad for part in model.parameters()):
         return model
@@ -29,9 +39,9 @@ def replicate(
     )
 
 
-def reducing(model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Let DDP reduce the gradients in the `last` backward of a step only."""
-    if last or not isinstance(model, DistributedDataParallel):
+def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
+    """Return a context in which DDP averages gradients only if `enabled`."""
+    if enabled or not isinstance(model, DistributedDataParallel):
         return nullcontext()
     return model.no_sync()
 

@@ -1,4 +1,4 @@
-"""One optimizer step: precision, clipping, gradients that are not finite, the schedule."""
+"""One optimizer step: precision, clipping, non-finite gradients and the scheduler."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,10 +11,19 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 class Optimization:
-    """What is done with a loss: `backward` for each batch of a step, then `step` once.
+    """Turn losses into optimizer steps: call `backward` for each batch of a step, then `step` once.
 
-    `scheduler` steps per epoch, as (scheduler, "step") per step taken. Raises ValueError for a
-    setting that is not there, or not on `device`.
+    Args:
+        optimizer: Any optimizer that needs one backward pass per step, so not LBFGS.
+        scheduler: A scheduler that steps once per epoch, `(scheduler, "step")` for one that steps
+            after each optimizer step, or None.
+        device: Where the model computes.
+        clip_norm: Upper bound for the norm of the gradients, or None.
+        precision: "fp32", "bf16" or "fp16".
+        on_nonfinite: "raise", or "skip" to leave out steps with non-finite gradients.
+
+    Raises:
+        ValueError: If a setting is unknown, or `device` does not support it.
     """
 
     def __init__(
@@ -30,7 +39,7 @@ class Optimization:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0, or None, not {clip_norm!r}")
         if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS runs the model several times a step: Handler runs it once")
+            raise ValueError("LBFGS runs the model several times per step: use another optimizer")
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", not {on_nonfinite!r}')
         _check_precision(precision, device)
@@ -38,21 +47,21 @@ class Optimization:
         self.scheduler, self.unit = _scheduler(scheduler)
         self.clip_norm, self.skip_nonfinite = clip_norm, on_nonfinite == "skip"
         self.scaler = torch.amp.GradScaler() if precision == "fp16" else None
-        self.skipped = 0  # steps
+        self.skipped = 0  # steps that were not taken
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which a forward pass has this precision, whatever is around it."""
+        """Return the context that gives a forward pass this precision, whatever surrounds it."""
         kind, enabled = self.device.type, self.precision != "fp32"
         if not enabled and not torch.is_autocast_enabled(kind):
-            return nullcontext()  # it costs a small step less than to switch off what is off
+            return nullcontext()  # cheaper than switching off what is off already
         return torch.autocast(kind, PRECISIONS[self.precision], enabled=enabled)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`."""
+        """Run the backward pass of `loss`, which adds to the gradients."""
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def step(self) -> bool:
-        """Clip and step; return whether the step was taken, which all ranks decide alike."""
+        """Clip the gradients and step; return whether the step was taken, the same on all ranks."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         taken = self._clip()
@@ -61,7 +70,7 @@ class Optimization:
         if self.scaler:
             before = self.scaler.get_scale()
             self.scaler.update()
-            # It takes no step with infinite gradients, and tells so by a smaller scale alone.
+            # GradScaler skips a step with infinite gradients. Only the smaller scale shows it.
             taken = taken and self.scaler.get_scale() >= before
         if taken and self.unit == "step":
             self.scheduler.step()
@@ -69,23 +78,25 @@ class Optimization:
         return taken
 
     def end_epoch(self, loss: float) -> None:
-        """Step a scheduler that steps per epoch; `loss` is what a ReduceLROnPlateau looks at."""
+        """Step a per-epoch scheduler; `loss` is the value for ReduceLROnPlateau."""
         if self.unit == "epoch":
             plateau = isinstance(self.scheduler, ReduceLROnPlateau)
             self.scheduler.step(loss) if plateau else self.scheduler.step()
 
     def parts(self) -> list[tuple[str, Any]]:
-        """Return what has a state, by its name in a checkpoint."""
+        """Return the objects with a state dict, each with its name in a checkpoint."""
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
         return [(name, part) for name, part in parts.items() if part is not None]
 
     def _clip(self) -> bool:
-        """Clip the gradients; return False where they are not finite and such steps are skipped."""
+        """Clip the gradients; return False if this step must be skipped as they are not finite."""
         if self.clip_norm is None and not self.skip_nonfinite:
             return True
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.skip_nonfinite and not torch.isfinite(norm):  # reduced: the same on all ranks
+        if self.skip_nonfinite and not torch.isfinite(
+            norm
+        ):  # the gradients are reduced, so all ranks agree
             return False
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
@@ -93,27 +104,27 @@ class Optimization:
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError where `optimizer` has parameters that are not those of `model`."""
+    """Raise ValueError if `optimizer` has parameters that do not belong to `model`."""
     own = {id(parameter) for parameter in model.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if others := sum(id(parameter) not in own for parameter in given):
         raise ValueError(
-            f"{others} of the optimizer's {len(given)} parameters are not the model's: such are "
-            "neither averaged over the ranks nor saved; make the optimizer of model.parameters() "
-            "as they are now, and whatever else is trained a part of the model"
+            f"{others} of the optimizer's {len(given)} parameters are not the model's, so they "
+            "would be neither averaged over the ranks nor saved: create the optimizer from "
+            "model.parameters(), and make everything that is trained a part of the model"
         )
 
 
 def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
-    """Return the scheduler, and "epoch" or "step": when it steps."""
+    """Return the scheduler and when it steps: "epoch" or "step"."""
     if scheduler is None:
         return None, None
     if not isinstance(scheduler, tuple):
         return scheduler, "epoch"
     if len(scheduler) != 2 or scheduler[1] not in ("step", "epoch"):
-        raise ValueError(f'scheduler must be one, or (scheduler, "step"), not {scheduler!r}')
+        raise ValueError(f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r}')
     if isinstance(scheduler[0], ReduceLROnPlateau) and scheduler[1] == "step":
-        raise ValueError('ReduceLROnPlateau looks at an epoch\'s loss: give it without "step"')
+        raise ValueError('ReduceLROnPlateau needs the loss of an epoch: pass it without "step"')
     return scheduler
 
 

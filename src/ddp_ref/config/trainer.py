@@ -1,4 +1,4 @@
-"""Train what a YAML file describes: the file, the data it splits, and Handler."""
+"""TrainerDDP: build the data, the model and a Handler from a configuration, and train."""
 
 import logging
 import math
@@ -13,54 +13,61 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from .callbacks import Callback, Checkpoint, EarlyStopping
-from .collectives import reduce_sum
-from .configuration import dump_config
-from .data import length_of, shard_loader
-from .decorators import on_rank
-from .handler import Handler
-from .initialize import DistInfo, _is_env_distributed, initialize_ddp
-from .randomness import seed_everything
-from .run_folder import LOG_FORMAT
+from ..collectives import reduce_sum
+from ..decorators import on_rank
+from ..handler import Handler
+from ..initialize import DistInfo, _is_env_distributed, initialize_ddp
+from ..randomness import seed_everything
+from ..training.callbacks import Callback, Checkpoint, EarlyStopping
+from ..training.data import length_of, shard_loader
+from ..training.run_folder import LOG_FORMAT
+from .loader import dump_config
 from .schema import DEFAULT_STOPPING, check_config
 
-HANDLER = (  # keys it also has
+HANDLER = (  # keys of "training" that are also arguments of Handler
     "seed",
     "accumulate",
     "clip_norm",
     "precision",
     "on_nonfinite",
-    "exchange_every",
+    "sync_every",
 )
-FRACTION = 0.1  # of the data, for validation and for testing, where the file does not say
+FRACTION = 0.1  # share of the data for validation, and for testing, by default
 
 
 def setup_logging(rank: int) -> None:
-    """Log to standard error as "[RANK 0] time LEVEL name: text": rank 0 from INFO, others WARNING.
+    """Log to standard error as "[RANK 0] time LEVEL name: text".
 
-    Does nothing where the program has set up logging itself.
+    Rank 0 logs from INFO, the other ranks from WARNING. If the program has set up logging already,
+    this does nothing.
     """
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format=LOG_FORMAT.format(rank))
 
 
 class TrainerDDP:
-    """Train and test what the configuration `config` describes, on rank `rank` of its launch.
+    """Train and test the model that a configuration describes.
 
-    Collective, as are all methods but `run_test`: all ranks call. `config` is what load_config
-    returns, or a mapping like it. Opens the process group if nobody has: the launcher's, else, for
-    `parallel.world_size` above 1, the one of `rank`, master_addr and master_port there. Raises
-    ValueError for a key that is wrong, and for a rank or world size that is not the group's.
+    The constructor and all methods are collective, so all ranks call them, except `run_test`. If
+    no process group is open, the constructor opens one: the launcher's, or, without a launcher and
+    with `parallel.world_size` above 1, the one at `parallel.master_addr` and `master_port`.
+
+    Args:
+        rank: This process's rank.
+        config: What `load_config` returns, or a mapping with the same keys.
+
+    Raises:
+        ValueError: If a key is wrong, or the rank or world size is not that of the group.
     """
 
     def __init__(self, rank: int, config: Mapping[str, Any]) -> None:
         self.config = check_config(config)
         training, parallel = self.config["training"], self.config["parallel"]
         self.info = _join(rank, parallel, training["device"])
-        torch.manual_seed(training["seed"])  # the weights that a script with this line begins with
+        torch.manual_seed(training["seed"])  # the same initial weights as a script with this line
         model = _build("model", self.config["model"])
         if not isinstance(model, nn.Module):
-            raise ValueError(f"model.type must make a module, not a {type(model).__name__}")
+            raise ValueError(f"model.type must create a module, not a {type(model).__name__}")
         optimizer = _build(
             "training.optimizer",
             {
@@ -69,7 +76,7 @@ class TrainerDDP:
                 "kwargs": training["optimizer_kwargs"],
             },
         )
-        self._criterion = _NotedCriterion(self.config["criterion"])
+        self._criterion = _RecordedCriterion(self.config["criterion"])
         self.handler = Handler(
             model,
             optimizer,
@@ -89,9 +96,12 @@ class TrainerDDP:
     def prepare_dataloaders(self) -> tuple[DataLoader[Any], DataLoader[Any], DataLoader[Any]]:
         """Return the loaders for training, validation and testing.
 
-        The first two give each rank its part, the last gives everything; `len(loader.dataset)` is
-        the size of the whole split, which is drawn from training.seed, the same on all ranks.
-        Raises ValueError, on all ranks, where they have data sets of different lengths.
+        The split depends only on `training.seed`, so it is the same on all ranks. The first two
+        loaders give each rank its shard, the third gives every rank the whole test set.
+        `len(loader.dataset)` is the size of the whole split.
+
+        Raises:
+            ValueError: On all ranks, if the length of the data differs between ranks.
         """
         train_set, val_set, test_set = self._datasets()
         drop_last, size = self.config["training"]["drop_last"], self._batch_size
@@ -110,75 +120,84 @@ class TrainerDDP:
     def run_training(
         self, train_loader: DataLoader[Any], val_loader: DataLoader[Any]
     ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-        """Train to the end, from the newest checkpoint in training.path on, where there is one.
+        """Train to the end, starting from the newest checkpoint in `training.path`, if any.
 
-        Return what was found in training and in validation, a dict an epoch: "loss", the metrics,
-        and of validation "loss_std", over the batches of all ranks. The loaders are those of
-        prepare_dataloaders, else ValueError; other errors as of Handler.load and Handler.train.
+        Args:
+            train_loader: The training loader from `prepare_dataloaders`.
+            val_loader: The validation loader from `prepare_dataloaders`.
+
+        Returns:
+            The results of training and of validation, one dict per epoch, with "loss" and the
+            metrics. Validation also has "loss_std", the standard deviation over all ranks' batches.
+
+        Raises:
+            ValueError: If the loaders are others, or the checkpoint does not fit.
+            Exception: Other errors as in `Handler.load` and `Handler.train`.
         """
         if [train_loader, val_loader] != self._loaders:
             raise ValueError(
-                "run_training takes the two loaders that prepare_dataloaders returned, which give "
-                "each rank its part: put other data into the configuration"
+                "run_training needs the two loaders that prepare_dataloaders returned: to use "
+                "other data, change the configuration"
             )
         handler, path = self.handler, self.config["training"]["path"]
         handler.val_loader = val_loader if len(val_loader.dataset) else None  # type: ignore[arg-type]
         if path is not None:
             handler.load(path)
-            self._check_goes_on(len(train_loader.dataset))  # type: ignore[arg-type]
+            self._check_checkpoint_fits(len(train_loader.dataset))  # type: ignore[arg-type]
             on_rank(0)(dump_config)(self.config, Path(path) / "config.yaml")
         handler.train(self.config["training"]["num_epochs"])
         names = ["loss", *handler.metrics]
         return self._results("train", names), self._results("val", [*names, "loss_std"])
 
     def run_test(self, test_loader: Iterable[Any]) -> dict[str, float]:
-        """Return "loss", the metrics and "loss_std" over all of `test_loader`: not collective.
+        """Return "loss", the metrics and "loss_std" over `test_loader` (not collective).
 
-        Only the rank that calls works, with the model as it is on that rank.
+        Only the calling rank computes, with its own copy of the model.
         """
-        self._criterion.noted.clear()
+        self._criterion.losses.clear()
         results = self.handler.evaluate(test_loader)
         results["loss_std"] = self._criterion.spread(together=False)
         self.handler.log(_in_words("Test", results["loss"], results["loss_std"]))
         return results
 
-    def _check_goes_on(self, samples: int) -> None:
-        """Raise ValueError, or warn, where what was loaded is not of this configuration."""
+    def _check_checkpoint_fits(self, samples: int) -> None:
+        """Raise ValueError, or warn, if the loaded checkpoint does not fit this configuration."""
         handler = self.handler
         if handler.step == 0:
             return
         if handler.trained_on not in (None, samples):
             raise ValueError(
-                f"the checkpoint is of a run on {handler.trained_on} samples, now there are "
-                f"{samples}: with another split test items would be trained on; give the same data "
-                "and fractions, or another training.path"
+                f"the checkpoint is from a run on {handler.trained_on} training samples, but now "
+                f"there are {samples}, so test items could be trained on: use the same data and "
+                "fractions, or another training.path"
             )
         group = handler.optimizer.param_groups[0]
         for name, value in self.config["training"]["optimizer_kwargs"].items():
             if handler.rank == 0 and name in group and group[name] != value:
                 warnings.warn(
-                    f"training.optimizer_kwargs.{name} is {value}, but the checkpoint goes on with "
-                    f"{group[name]}",
+                    f"training.optimizer_kwargs.{name} is {value}, but the checkpoint continues "
+                    f"with {group[name]}",
                     stacklevel=3,
                 )
 
     def _callbacks(self) -> list[Callback]:
-        training, found = self.config["training"], []
+        training, callbacks = self.config["training"], []
         if stopping := self.config["early_stopping"]:
             default = stopping["type"] == DEFAULT_STOPPING
             kind = EarlyStopping if default else stopping["type"]
-            found.append(_build("early_stopping", stopping | {"type": kind}))
-            if not isinstance(found[0], Callback):
-                made = type(found[0]).__name__
-                raise ValueError(f"early_stopping.type must make a Callback, not a {made}")
+            callback = _build("early_stopping", stopping | {"type": kind})
+            if not isinstance(callback, Callback):
+                name = type(callback).__name__
+                raise ValueError(f"early_stopping.type must create a Callback, not a {name}")
+            callbacks.append(callback)
         if training["path"] is not None:
-            found.append(Checkpoint(training["path"], every_epochs=training["checkpoint_at"]))
-        return found
+            callbacks.append(Checkpoint(training["path"], every_epochs=training["checkpoint_at"]))
+        return callbacks
 
     def _datasets(self) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
-        """Return the data for training, validation and testing, the same on all ranks."""
+        """Return the data sets for training, validation and testing, the same on all ranks."""
         seed = self.config["training"]["seed"]
-        seed_everything(seed)  # a data set that draws numbers draws the same on all ranks
+        seed_everything(seed)  # random data sets are then the same on all ranks
         whole = _build("data", self.config["data"])
         size = length_of(whole)
         order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -203,8 +222,8 @@ class TrainerDDP:
         return {
             "num_workers": section["num_workers"],
             "prefetch_factor": section["prefetch_factor"],
-            "persistent_workers": section["num_workers"] > 0,  # to start them takes seconds
-            # It speeds up copies to a GPU; without one, torch warns of it.
+            "persistent_workers": section["num_workers"] > 0,  # starting them takes seconds
+            # Pinned memory speeds up copies to a GPU. Without a GPU, torch warns.
             "pin_memory": section["pin_memory"] and self.handler.device.type == "cuda",
         }
 
@@ -213,27 +232,27 @@ class TrainerDDP:
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-class _NotedCriterion(Callback):
-    """The criterion, which notes the loss of each batch in validation and tells their spread."""
+class _RecordedCriterion(Callback):
+    """The criterion, which also records each batch's loss in validation, for their spread."""
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
         is_class = isinstance(criterion, type) and issubclass(criterion, nn.Module)
         self.criterion = criterion() if is_class else criterion
-        self.noted: list[Tensor] = []
+        self.losses: list[Tensor] = []
         self.__qualname__ = getattr(criterion, "__qualname__", repr(criterion))
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         loss = self.criterion(outputs, targets)
         if not torch.is_grad_enabled():
-            self.noted.append(loss.detach().double())
+            self.losses.append(loss.detach().double())
         return loss
 
     def on_epoch_start(self) -> None:
-        self.noted.clear()
+        self.losses.clear()
 
     def on_epoch_end(self) -> None:
         handler = self.handler
-        spread = self.spread(together=True)  # NaN where nothing was validated
+        spread = self.spread(together=True)  # NaN if nothing was validated
         if handler.val_losses:
             spreads = handler.history.setdefault("val_loss_std", [])
             spreads += [math.nan] * (len(handler.val_losses) - 1 - len(spreads)) + [spread]
@@ -242,16 +261,16 @@ class _NotedCriterion(Callback):
         handler.log(_in_words("Validation", handler.val_losses[-1], spread))
 
     def spread(self, together: bool) -> float:
-        """Return the standard deviation over what was noted, `together` on all ranks."""
-        losses = torch.stack(self.noted) if self.noted else torch.zeros(0)
-        found = {"sum": losses.sum().item(), "squares": losses.square().sum().item()}
-        found["batches"] = len(losses)
+        """Return the standard deviation of the recorded losses; if `together`, over all ranks."""
+        losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
+        sums = {"loss": losses.sum().item(), "square": losses.square().sum().item()}
+        sums["batches"] = len(losses)
         if together:
-            found = reduce_sum(found, names=list(found))
-        if not found["batches"]:
+            sums = reduce_sum(sums)
+        if not sums["batches"]:
             return math.nan
-        mean, square = found["sum"] / found["batches"], found["squares"] / found["batches"]
-        return math.sqrt(max(square - mean**2, 0.0))  # NaN, which is first, stays
+        mean, square = sums["loss"] / sums["batches"], sums["square"] / sums["batches"]
+        return math.sqrt(max(square - mean**2, 0.0))  # max keeps its first argument if it is NaN
 
 
 def _in_words(what: str, loss: float, spread: float) -> str:
@@ -262,11 +281,11 @@ def _build(name: str, section: Mapping[str, Any]) -> Any:
     try:
         return section["type"](*section["args"], **section["kwargs"])
     except TypeError as error:
-        raise TypeError(f"{name} cannot be made from its args and kwargs: {error}") from error
+        raise TypeError(f"{name} cannot be created from its args and kwargs: {error}") from error
 
 
 def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInfo:
-    """Open the group, or find it open, and check that it is the one that was described."""
+    """Open the group unless it is open, and check that it is the one in the configuration."""
     if parallel["rank"] not in (None, rank):
         raise ValueError(f"parallel.rank is {parallel['rank']}, but TrainerDDP got rank {rank}")
     backend, world_size = "gloo" if device == "cpu" else None, parallel["world_size"]

@@ -1,4 +1,4 @@
-"""Figures of a run: what it found, epoch by epoch."""
+"""Figures of a run: its losses and metrics, epoch by epoch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,14 +7,19 @@ from typing import Any
 
 History = Mapping[str, Sequence[float]]
 PARTS = {"train": ("training", "#0072b2"), "val": ("validation", "#d55e00")}
-WIDTH, HEIGHT = 6.4, 2.8  # inches, of a panel
+WIDTH, HEIGHT = 6.4, 2.8  # inches per panel
 
 
 def plot_losses(history: History, path: str | Path) -> None:
-    """Draw the training and validation loss of each epoch into `path`; its suffix is the format.
+    """Plot the training and validation loss of each epoch; a dot marks the lowest validation loss.
 
-    A dot marks the lowest validation loss. Raises ValueError where no epoch has ended yet, or
-    matplotlib does not know the format; ImportError without matplotlib.
+    Args:
+        history: The values of each epoch, by name, as in `Handler.history`.
+        path: The file to write. Its suffix is the format.
+
+    Raises:
+        ValueError: If no epoch has ended yet, or matplotlib does not know the format.
+        ImportError: If matplotlib is not installed.
     """
     figure = _figure(history, ["loss"])
     values = history.get("val_loss", [])
@@ -30,15 +35,17 @@ def plot_losses(history: History, path: str | Path) -> None:
 
 
 def plot_metrics(history: History, names: Sequence[str], path: str | Path) -> None:
-    """Draw each metric of `names` in a panel of its own, as plot_losses does; the same errors."""
+    """Plot each metric in its own panel; arguments and errors are those of `plot_losses`."""
     if not names:
-        raise ValueError("there are no metrics to draw: give Handler some, metrics={name: f}")
+        raise ValueError("there are no metrics to plot: give Handler metrics={name: function}")
     _save(_figure(history, names), path)
 
 
 def _figure(history: History, names: Sequence[str]) -> Any:
     if not _epochs(history):
-        raise ValueError("there is nothing to draw before the first epoch has ended: call train")
+        raise ValueError(
+            "there is nothing to plot before the first epoch has ended: call train first"
+        )
     figure = _new_figure(len(names))
     panels = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
     for axes, name in zip(panels, names, strict=True):
@@ -49,7 +56,7 @@ def _figure(history: History, names: Sequence[str]) -> Any:
 
 def _new_figure(panels: int) -> Any:
     try:
-        from matplotlib.figure import Figure  # not pyplot: no window, no figure that stays
+        from matplotlib.figure import Figure  # not pyplot, which would keep every figure open
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install matplotlib") from error
     return Figure(figsize=(WIDTH, HEIGHT * panels), layout="constrained")
@@ -59,7 +66,7 @@ def _draw(axes: Any, name: str, history: History) -> None:
     last = _epochs(history)
     for part, (label, color) in PARTS.items():
         values = history.get(f"{part}_{name}", [])
-        epochs = range(last - len(values) + 1, last + 1)  # a list that began late ends with all
+        epochs = range(last - len(values) + 1, last + 1)  # a shorter list started later
         axes.plot(epochs, values, label=label, color=color, marker="." if last < 40 else "")
     axes.set_ylabel(name)
     axes.xaxis.get_major_locator().set_params(integer=True)

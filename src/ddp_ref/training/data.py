@@ -1,4 +1,4 @@
-"""Which samples each rank sees, in which order, and the loaders that feed them."""
+"""Which samples each rank sees, in which order, and the loaders for them."""
 
 import ctypes
 import multiprocessing
@@ -25,14 +25,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from .randomness import borrowed_generators, seed_from, seed_host
+from ..randomness import borrowed_generators, seed_from, seed_host
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-PATIENCE = 2.0  # seconds for workers to end, once their rank does
+PATIENCE = 2.0  # seconds that a rank waits for its workers when it exits
 
 
 class ShardSampler(Sampler[int]):
-    """Give a rank every world_size-th of `size` items: each item goes to one rank, none twice."""
+    """Give a rank every world_size-th of `size` items: each item goes to exactly one rank."""
 
     def __init__(self, size: int, *, rank: int, world_size: int) -> None:
         self._indices = range(rank, size, world_size)
@@ -45,12 +45,12 @@ class ShardSampler(Sampler[int]):
 
 
 class TrainSampler(Sampler[tuple[int, int]]):
-    """Give a rank its (epoch, index) pairs, from any position of any epoch on.
+    """Give a rank its (epoch, index) pairs, starting anywhere in any epoch.
 
-    The order is that of torch's DistributedSampler for the same seed and epoch, and so is the
-    padding: up to world_size - 1 items are repeated, so that all ranks take as many steps.
-    A position counts the samples that all ranks together have seen of the epoch; it is the same
-    at every world size, as these are always the first of one permutation.
+    Order and padding are those of torch's DistributedSampler for the same seed and epoch: up to
+    world_size - 1 items are repeated, so that all ranks take the same number of steps.
+    `samples_seen` counts the samples of the epoch that all ranks together have seen. They are
+    always a prefix of one permutation, so the number means the same at every world size.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class TrainSampler(Sampler[tuple[int, int]]):
         self.shuffle, self.seed = shuffle, seed
         self.start(epoch=0)
 
-    def start(self, epoch: int, position: int = 0) -> None:
-        """Set where the next iteration begins: at `position` samples of `epoch`."""
-        self.epoch, self.position = epoch, position
+    def start(self, epoch: int, samples_seen: int = 0) -> None:
+        """Make the next iteration start after `samples_seen` samples of `epoch`."""
+        self.epoch, self.samples_seen = epoch, samples_seen
 
     @property
     def repeated(self) -> int:
-        """How many items come twice in a whole epoch."""
+        """How many items are repeated in a whole epoch, as padding."""
         return -self.size % self.world_size
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         order = self._order()
-        left = order[self.position :]
+        left = order[self.samples_seen :]
         padding = -len(left) % self.world_size
         left += (order * -(-padding // self.size))[:padding]
         return ((self.epoch, index) for index in left[self.rank :: self.world_size])
 
     def __len__(self) -> int:
-        return -(-max(0, self.size - self.position) // self.world_size)
+        return -(-max(0, self.size - self.samples_seen) // self.world_size)
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -91,10 +91,10 @@ class TrainSampler(Sampler[tuple[int, int]]):
 class SeededDataset(Dataset[Any]):
     """Look up (epoch, index) in `dataset`, with random numbers that depend on (seed, epoch, index).
 
-    torch's, random's and numpy's global generators are seeded for each sample and restored after
-    the batch: an augmentation is the same in any process, and at any world size. It costs about
-    10 microseconds a sample. A batch comes collated: `collate_fn` goes on with the numbers of its
-    last sample.
+    The global generators of torch, random and numpy are seeded for each sample and restored after
+    the batch, so an augmentation is the same in any process and at any world size. It costs about
+    10 microseconds per sample. Batches are collated here: `collate_fn` draws from the generators
+    as the last sample left them.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class SeededDataset(Dataset[Any]):
         self.dataset, self.seed, self.collate_fn = dataset, seed, collate_fn
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # sized: train_loader has looked
+        return len(self.dataset)  # type: ignore[arg-type]  # train_loader checked that it has a length
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
         with borrowed_generators():
@@ -117,9 +117,9 @@ class SeededDataset(Dataset[Any]):
 class Rows(Dataset[Any]):
     """Look up (epoch, index) in a `TensorDataset`, or in a Subset of one, a whole batch at once.
 
-    The batch comes collated, as default_collate does it: of each of the data set's tensors the
-    rows, (keys, ...). One by one they cost several times as much. No row draws a random number, so
-    nothing is seeded but for a `collate_fn`, which is given the items.
+    Looking rows up one by one costs several times as much. The batch is what default_collate would
+    return: for each tensor of the data set its rows, of shape (keys, ...). Rows draw no random
+    numbers, so only a `collate_fn` needs a seed; it gets the list of items.
     """
 
     def __init__(
@@ -145,44 +145,44 @@ class Rows(Dataset[Any]):
             rows = [int(dataset.indices[row]) for row in rows]
             dataset = dataset.dataset
         index = torch.tensor(rows)
-        # An index may keep the layout of a permuted tensor, which rows that are stacked lose.
+        # Indexing may keep the memory layout of a permuted tensor; stacking rows would not.
         return [tensor[index].contiguous() for tensor in dataset.tensors]
 
 
 def _has_rows(dataset: Dataset[Any]) -> bool:
-    """Say whether `Rows` can look `dataset` up; a subclass may do so in its own way."""
+    """Say whether `Rows` works for `dataset`; a subclass may look items up in its own way."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return type(dataset) is TensorDataset and all(map(_is_plain, dataset.tensors))
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Say whether rows of `tensor`, looked up at once, are what stacking them one by one gives."""
+    """Say whether indexing many rows of `tensor` gives the same as stacking them one by one."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     first = tensor[:1]
     try:
         first[torch.zeros(len(first), dtype=torch.long)]
-    except NotImplementedError:  # of some dtypes, such as uint16 in torch 2.8
+    except NotImplementedError:  # some dtypes, such as uint16 in torch 2.8
         return False
     return True
 
 
 def _as_it_is(batch: Any) -> Any:
-    """Return a batch that comes collated."""
+    """Return `batch`, which is collated already."""
     return batch
 
 
 class BaseSeeds(torch.Generator):
-    """Where the seeds of a loader's workers come from: others for each (seed, epoch, rank).
+    """A generator for the seeds of a loader's workers, seeded from (seed, epoch, rank).
 
-    For samplers of the user's own, whose samples are not drawn through SeededDataset.
+    It is for samplers of the user's own, whose samples do not pass through SeededDataset.
     """
 
     root = 0
 
     def start(self, epoch: int, rank: int) -> None:
-        """Begin an epoch."""
+        """Seed the generator for an epoch."""
         self.manual_seed(seed_from(self.root, epoch, rank))
 
 
@@ -196,14 +196,24 @@ def train_loader(
     seed: int = 0,
     **loader: Any,
 ) -> DataLoader[Any]:
-    """Return the loader of this rank's training batches, of `batch_size` samples each.
+    """Return a DataLoader for this rank's training batches.
 
-    Its `sampler` is a TrainSampler, its batches are drawn through SeededDataset, or through Rows
-    where that can be; `shuffle` None is True. A `sampler` or `batch_sampler` of the caller is used
-    as it is where it says whose samples it gives, by the attributes `rank` and `num_replicas` of a
-    DistributedSampler, or where there is but one rank; so is an IterableDataset on one rank.
-    Raises ValueError otherwise.
-    `loader` takes what DataLoader takes.
+    It has a TrainSampler and seeds each sample (see SeededDataset and Rows). A `sampler` or
+    `batch_sampler` of the caller is used as it is, if there is one rank, or if the sampler's
+    attributes `rank` and `num_replicas` show that it gives this rank its own samples, as
+    DistributedSampler's do. An IterableDataset is used as it is, on one rank only.
+
+    Args:
+        dataset: The training set, the same on all ranks.
+        batch_size: Samples per rank and batch.
+        rank: This rank.
+        world_size: The number of ranks.
+        shuffle: Whether to shuffle each epoch; None means yes.
+        seed: The seed of the order and of the samples' random numbers.
+        **loader: Anything else that DataLoader takes.
+
+    Raises:
+        ValueError: If the data set or the sampler cannot be used as described.
     """
     own = next((n for n in ("sampler", "batch_sampler") if loader.get(n) is not None), None)
     if isinstance(dataset, IterableDataset):
@@ -237,22 +247,31 @@ def train_loader(
 def shard_loader(
     dataset: Dataset[Any], batch_size: int, *, rank: int, world_size: int, **loader: Any
 ) -> DataLoader[Any]:
-    """Return the loader of this rank's part of `dataset`, without padding: for exact evaluation.
+    """Return a DataLoader for this rank's shard of `dataset`, without padding.
 
-    A rank may have no sample at all. Raises ValueError for an IterableDataset, a sampler of the
-    caller's, or an option that would change order or number.
+    Evaluation is exact with it: each item is on one rank. A rank may have no item at all.
+
+    Args:
+        dataset: The data, the same on all ranks.
+        batch_size: Samples per rank and batch.
+        rank: This rank.
+        world_size: The number of ranks.
+        **loader: Anything else that DataLoader takes and that leaves the items and their order.
+
+    Raises:
+        ValueError: If the data set has no length, or an option would change the items or the order.
     """
     changing = {"shuffle", "sampler", "batch_sampler", "drop_last"} & {
         k for k in loader if loader[k]
     }
     if changing:
         raise ValueError(
-            f"evaluation takes each item once and in order: leave out {', '.join(sorted(changing))}"
+            f"evaluation uses each item once and in order: leave out {', '.join(sorted(changing))}"
         )
     if isinstance(dataset, IterableDataset):
         raise ValueError(
-            "evaluation needs a data set with a length, to give each item to one rank: "
-            "an IterableDataset has none, make a list of its items"
+            "evaluation needs a data set with a length, and an IterableDataset has none: "
+            "make a list of its items"
         )
     check_count("batch_size", batch_size)
     sampler = ShardSampler(length_of(dataset), rank=rank, world_size=world_size)
@@ -260,7 +279,7 @@ def shard_loader(
 
 
 def _loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
-    """Return a DataLoader that draws nothing from the global generator, with workers of ours."""
+    """Return a DataLoader that does not draw from the global generator, with our worker start."""
     if options.get("num_workers"):
         options["worker_init_fn"] = partial(
             _start_worker,
@@ -268,12 +287,12 @@ def _loader(dataset: Dataset[Any], **options: Any) -> DataLoader[Any]:
             _workers_of(os.getpid()).rank_ends,
             threading.current_thread() is threading.main_thread(),
         )
-    options.setdefault("generator", torch.Generator())  # of the workers' base seeds
+    options.setdefault("generator", torch.Generator())  # for the workers' base seeds
     return Loader(dataset, **options)
 
 
 class Loader(DataLoader[Any]):
-    """A DataLoader whose workers end with their rank."""
+    """A DataLoader whose workers exit with their rank."""
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
@@ -283,7 +302,7 @@ class Loader(DataLoader[Any]):
 
 
 class Workers:
-    """The worker processes of a rank: they leave signals to it, and end when it does."""
+    """The worker processes of a rank: they ignore signals meant for it, and exit when it does."""
 
     def __init__(self) -> None:
         self.rank_ends = multiprocessing.RawValue("b", 0)
@@ -291,14 +310,17 @@ class Workers:
         multiprocessing.util.Finalize(None, self.end, exitpriority=0)
 
     def end(self) -> None:
-        """End those that are left: multiprocessing would wait for a deaf one for ever.
+        """End the remaining workers.
 
-        Such is a worker within a call of C, which runs no handler of Python's.
+        multiprocessing would join them without a timeout, and a worker blocked in C never sees
+        SIGTERM.
         """
         self.rank_ends.value = 1
         left = [worker for worker in self.left if worker.is_alive()]
         if left:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's raises where a worker is killed
+            signal.signal(
+                signal.SIGCHLD, signal.SIG_DFL
+            )  # torch's handler raises if a worker is killed
         for worker in left:
             worker.terminate()
         deadline = time.monotonic() + PATIENCE
@@ -309,14 +331,14 @@ class Workers:
 
 @cache
 def _workers_of(pid: int) -> Workers:
-    """Return the workers of this process, `pid`: a fork has its own."""
+    """Return the workers of this process, whose id is `pid`: a forked process has its own."""
     return Workers()
 
 
 def _start_worker(
     then: Callable[[int], None] | None, rank_ends: Any, from_main: bool, worker_id: int
 ) -> None:
-    """Leave SIGTERM and SIGUSR1 to the rank, end when it ends, and do what the caller wants."""
+    """Ignore SIGTERM and SIGUSR1, which are for the rank, exit with it, then call `then`."""
 
     def terminate(number: int, frame: Any) -> None:
         if rank_ends.value:
@@ -324,9 +346,9 @@ def _start_worker(
 
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # A forked worker holds the rank's sockets: as long as it lives the peers see no death. torch
-    # looks for the parent every 5 seconds only. It is the thread's death that is told: of another
-    # than the main thread, the rank would live on.
+    # A forked worker keeps the rank's sockets open, so until it exits, no peer notices that the
+    # rank died. torch checks for the parent only every 5 seconds. The signal comes when the thread
+    # that forked the worker ends, so it is right only if that was the main thread.
     if sys.platform == "linux" and from_main:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if then:
@@ -334,12 +356,12 @@ def _start_worker(
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """Return the length of `dataset`; ValueError where it has none."""
+    """Return the length of `dataset`, or raise ValueError if it has none."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:
         kind = type(dataset).__name__
-        raise ValueError(f"the data set must have a length: give {kind} a __len__") from None
+        raise ValueError(f"the data set must have a length: add __len__ to {kind}") from None
 
 
 def check_count(name: str, value: object) -> None:
@@ -351,18 +373,17 @@ def check_count(name: str, value: object) -> None:
 def _check_iterable(world_size: int) -> None:
     if world_size > 1:
         raise ValueError(
-            f"an IterableDataset cannot be trained on {world_size} ranks, which could take "
-            "different numbers of steps: use a data set with __len__ and __getitem__"
+            f"an IterableDataset cannot be used on {world_size} ranks, which could take different "
+            "numbers of steps: use a data set with __len__ and __getitem__"
         )
 
 
 def _check_sampler(name: str, sampler: Any, rank: int, world_size: int) -> None:
     """Raise ValueError unless `sampler` gives this rank its own samples."""
-    inner = getattr(sampler, "sampler", sampler)  # of a BatchSampler
-    said = getattr(inner, "rank", None), getattr(inner, "num_replicas", None)
-    if world_size > 1 and said != (rank, world_size):
+    inner = getattr(sampler, "sampler", sampler)  # the one inside a BatchSampler
+    shard = getattr(inner, "rank", None), getattr(inner, "num_replicas", None)
+    if world_size > 1 and shard != (rank, world_size):
         raise ValueError(
-            f"the {name} must say that it gives rank {rank} of {world_size} its samples, by its "
-            f"attributes rank and num_replicas, which are {said}: use a DistributedSampler, or "
-            "leave it out"
+            f"the {name} must be for rank {rank} of {world_size}, but its (rank, num_replicas) is "
+            f"{shard}: use a DistributedSampler, or leave out the {name}"
         )

@@ -1,4 +1,4 @@
-"""What happens beside training: hooks that every rank calls, in the same order."""
+"""Callbacks: hooks around training, which every rank calls in the same order."""
 
 import math
 import sys
@@ -12,21 +12,22 @@ from .data import check_count
 
 
 class Callback:
-    """Take part in `Handler.train`: override the hooks you need.
+    """Take part in `Handler.train`: subclass this and override the hooks you need.
 
-    Every rank calls each hook, in the order of the handler's list, so a hook may be collective if
-    all ranks make the call. An exception is raised on all ranks, with its type, once they have
-    heard of it: within an epoch a step after the next exchange. Until then the rank trains on.
-    A signal ends training once all have been called, also where a save of theirs heard of it.
+    Every rank calls every hook, in the order of the handler's list, so a hook may make collective
+    calls if all ranks make them. If a hook raises an exception, all ranks raise it with its type
+    after the next summary: within an epoch, that is one step after the next multiple of
+    `sync_every` steps, and until then the rank keeps training. A signal ends training only after
+    all callbacks have run.
     """
 
-    handler: Any  # the Handler, set when it is given this callback
+    handler: Any  # the Handler, which sets it when it gets this callback
 
     def on_train_start(self) -> None:
-        """Called once `train` has begun, before the first epoch."""
+        """Called when `train` starts, before its first epoch."""
 
     def on_epoch_start(self) -> None:
-        """Called before the first batch of an epoch, and again where one is resumed."""
+        """Called before the first batch of an epoch, and again if the epoch is resumed."""
 
     def on_step_end(self) -> None:
         """Called after each optimizer step; `handler.step` counts it."""
@@ -41,8 +42,16 @@ class Callback:
 class EarlyStopping(Callback):
     """Stop when `monitor` has not improved by more than `min_delta` for `patience` epochs.
 
-    `monitor` names a list of `handler.history`; `mode` is "min" or "max". It looks at the history
-    alone, and so goes on counting in a resumed run. Epochs without a value (NaN) do not count.
+    It reads only the history, so it continues to count in a resumed run.
+
+    Args:
+        monitor: The name of a list in `handler.history`, such as "val_loss".
+        patience: Epochs to wait for an improvement. Epochs with the value NaN do not count.
+        min_delta: The smallest change that counts as an improvement.
+        mode: "min" if lower values are better, "max" if higher ones are.
+
+    Raises:
+        ValueError: If a setting is out of range.
     """
 
     def __init__(
@@ -62,38 +71,47 @@ class EarlyStopping(Callback):
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
 
     def on_train_start(self) -> None:
-        if self.handler.epoch:  # a resumed run may have been stopped
+        if self.handler.epoch:  # the run that saved may have stopped early
             self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
         values = _monitored(self.handler, self.monitor)
         if (waited := _waited(values, self.min_delta, self.mode)) >= self.patience:
-            self.handler.log(f"{self.monitor} has not improved for {waited} epochs: stop")
+            self.handler.log(f"{self.monitor} has not improved for {waited} epochs: stopping")
             self.handler.stop()
 
 
 class LearningRateMonitor(Callback):
-    """Note the learning rate each epoch begins with: `handler.history["lr"]`.
+    """Record the learning rate at the start of each epoch in `handler.history["lr"]`.
 
-    With several parameter groups it is that of the first; "lr_1" and so on are the others'. Epochs
-    before this callback was there have NaN.
+    "lr" is the first parameter group's; other groups are "lr_1", "lr_2" and so on. Epochs that
+    ended before the handler had this callback get NaN.
     """
 
     def on_epoch_start(self) -> None:
         for number, group in enumerate(self.handler.optimizer.param_groups):
             rates = self.handler.history.setdefault(f"lr_{number}" if number else "lr", [])
             rates += [math.nan] * (self.handler.epoch - len(rates))
-            if len(rates) == self.handler.epoch:  # not yet noted, where an epoch is resumed
+            if len(rates) == self.handler.epoch:  # a resumed epoch has its value already
                 rates.append(float(group["lr"]))
 
 
 class Checkpoint(Callback):
-    """Save into `folder` every N epochs, every K steps and at the end; keep the last `keep`.
+    """Save checkpoints into `folder`, and at the end of training.
 
-    None is never. Files are named by the optimizer step, step_000000120.pt; rank 0 writes them.
-    With `monitor`, best.pt is the epoch with the best value so far: the lowest of a loss, the
-    highest of a metric.
-    `Handler` also saves here when a signal ends it, and `Handler.load(folder)` takes the newest.
+    Rank 0 writes the files, which are named by the optimizer step: step_000000120.pt. `Handler`
+    also saves here when a signal ends training. `Handler.load(folder)` loads the newest file.
+
+    Args:
+        folder: Where to save.
+        every_epochs: Save after this many epochs; None for never.
+        every_steps: Save after this many optimizer steps; None for never.
+        keep: How many of the newest files to keep.
+        monitor: The name of a list in `handler.history`. If given, best.pt is the checkpoint of
+            the epoch with the best value so far: the lowest loss or the highest metric.
+
+    Raises:
+        ValueError: If a number is not an integer of at least 1.
     """
 
     def __init__(
@@ -118,8 +136,8 @@ class Checkpoint(Callback):
             later = [path for path in numbered(self.folder) if step_of(path) > self.handler.step]
             if later:
                 warnings.warn(
-                    f"{later[-1]} is of a later step than this run's {self.handler.step}, "
-                    "load(folder) will prefer it: load it now, or move it away",
+                    f"{later[-1]} is from a later step than this run's {self.handler.step}, and "
+                    "load(folder) would pick it: load it now, or move it away",
                     stacklevel=2,
                 )
 
@@ -137,7 +155,7 @@ class Checkpoint(Callback):
                 self.handler.save(self.folder / "best.pt")
 
     def on_train_end(self) -> None:
-        if self._saved != self._now():  # the last epochs, or the steps before a stop
+        if self._saved != self._now():  # epochs or steps since the last save
             self._save()
 
     def _now(self) -> tuple[int, int]:
@@ -148,14 +166,14 @@ class Checkpoint(Callback):
         self.handler.save(self.folder / NAME.format(step))
         self.handler.log(f"saved {self.folder / NAME.format(step)}")
         if self.handler.rank == 0:
-            # Those of later steps are another run's: they count as none of ours.
+            # Files of later steps belong to another run: they do not count for `keep`.
             ours = [path for path in numbered(self.folder) if step_of(path) <= step]
             for path in ours[: -self.keep]:
                 path.unlink(missing_ok=True)
 
 
 class ProgressBar(Callback):
-    """Show the steps of each epoch on standard error; without tqdm one warning, and no bar."""
+    """Show a progress bar per epoch on standard error; without tqdm, warn once and show nothing."""
 
     _tqdm: Any = None
     _bar: Any = None
@@ -176,7 +194,7 @@ class ProgressBar(Callback):
             self._bar = self._tqdm(total=handler.steps_left, desc=what, file=sys.stderr)
 
     def on_step_end(self) -> None:
-        if self._bar is not None:  # a bar without a length is false
+        if self._bar is not None:  # a bar without a length is falsy
             self._bar.set_postfix(self.handler.running, refresh=False)
             self._bar.update()
 
@@ -187,7 +205,7 @@ class ProgressBar(Callback):
         self.close()
 
     def close(self) -> None:
-        """Leave the bar as it is, so that what is written next starts a line of its own."""
+        """Close the bar, so that the next output starts on a line of its own."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -196,12 +214,12 @@ class ProgressBar(Callback):
 def _monitored(handler: Any, name: str) -> Sequence[float]:
     if not handler.history.get(name):
         known = ", ".join(name for name, values in handler.history.items() if values)
-        raise ValueError(f"monitor {name!r} has no values, there are: {known}")
+        raise ValueError(f"monitor {name!r} has no values, but these have: {known}")
     return handler.history[name]
 
 
 def _waited(values: Sequence[float], min_delta: float, mode: str) -> int:
-    """Return for how many values the best has not improved; 0: the last one is the best."""
+    """Return how many values came since the best one; 0 if the last value is the best."""
     sign = 1 if mode == "min" else -1
     best, waited = math.inf, 0
     for value in values:

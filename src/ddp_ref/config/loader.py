@@ -1,6 +1,7 @@
-"""The YAML file that describes a training run: read without running its code, checked key by key.
+"""Load the YAML file that describes a training run, and check it key by key.
 
-In the file, `!pyobject torch.optim.AdamW` names an object of Python.
+In the file, `!pyobject torch.optim.AdamW` names a Python object. Only names on an allow-list are
+resolved, so a file cannot run arbitrary code.
 """
 
 import importlib
@@ -17,18 +18,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from .callbacks import Callback
-from .run_folder import replace_text
+from ..training.callbacks import Callback
+from ..training.run_folder import replace_text
 from .schema import check_config
 
 ALLOW = ("torch", "__main__")
+PACKAGE = __package__.rpartition(".")[0]  # ddp_ref, under whatever name it was copied
 TAG = "!pyobject"
 
-# Of torch and of this package only what a training run is made of: both have functions that run
-# commands or unpickle their arguments.
-TORCH = ("torch.nn", "torch.optim", "torch.utils.data.dataset")  # datapipes unpickle
+# From torch and this package, only the parts of a training run are allowed: both also have
+# functions that run commands or unpickle their arguments.
+TORCH = ("torch.nn", "torch.optim", "torch.utils.data.dataset")  # not datapipes: they unpickle
 PARTS = (nn.Module, Optimizer, LRScheduler, Dataset)
-FLOAT = (  # what YAML 1.1 takes for a string, such as 1e-3; for add_implicit_resolver
+FLOAT = (  # numbers such as 1e-3, which YAML 1.1 reads as strings; for add_implicit_resolver
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
@@ -38,11 +40,21 @@ FLOAT = (  # what YAML 1.1 takes for a string, such as 1e-3; for add_implicit_re
 def load_config(
     path: str | Path, allow: Sequence[str] = ALLOW, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the configuration in the YAML file `path`, checked, and with every key it left out.
+    """Load and check a configuration, and fill in the defaults.
 
-    `!pyobject` takes names under `allow`, as get_loader says. `overrides` are values for keys, as
-    "training.num_epochs=5". Raises ValueError in one line that names the key, the value and what is
-    allowed; OSError where the file cannot be read; ImportError without PyYAML.
+    Args:
+        path: The YAML file.
+        allow: The modules whose names `!pyobject` may use, as in `get_loader`.
+        overrides: Values that replace those of the file, such as "training.num_epochs=5".
+
+    Returns:
+        The configuration, with every key.
+
+    Raises:
+        ValueError: If the file is not valid YAML, or a key or value is not allowed. One line names
+            the key, the value and what is allowed.
+        OSError: If the file cannot be read.
+        ImportError: If PyYAML is not installed.
     """
     loader = get_loader(allow)
     import yaml
@@ -55,17 +67,23 @@ def load_config(
         return check_config(config)
     except OSError:
         raise
-    except Exception as error:  # PyYAML raises any type for what it cannot read
+    except Exception as error:  # PyYAML raises many types
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def get_loader(allow: Sequence[str] = ALLOW) -> type:
-    """Return a loader for `yaml.load(file, get_loader())`: plain values, and `!pyobject` names.
+    """Return a loader class for `yaml.load(file, get_loader())`.
 
-    A name must be of a module under one of `allow`, and so must all that its dots pass through. Of
-    torch, only modules, optimizers, schedulers, data sets, loss functions and dtypes are taken; of
-    this package, always, callbacks. `1e-3` is a number, and a key that comes twice is an error.
-    Raises ImportError without PyYAML.
+    It reads plain values and resolves `!pyobject` names. `1e-3` is a number, and a key that occurs
+    twice is an error.
+
+    Args:
+        allow: Modules. A name must belong to one of them or to a module below it, and so must
+            every object on its dotted path. From torch, only modules, optimizers, schedulers, data
+            sets, loss functions and dtypes are allowed. Callbacks of this package always are.
+
+    Raises:
+        ImportError: If PyYAML is not installed.
     """
     if isinstance(allow, str):
         raise TypeError(f"allow must be a list of module names, not the string {allow!r}")
@@ -89,7 +107,9 @@ def get_loader(allow: Sequence[str] = ALLOW) -> type:
         for number, key in enumerate(keys):
             if (key.tag, key.value) in [(other.tag, other.value) for other in keys[:number]]:
                 line = key.start_mark.line + 1
-                raise ValueError(f"line {line}: the key {key.value} is there twice: leave out one")
+                raise ValueError(
+                    f"line {line}: the key {key.value} occurs twice: remove one of them"
+                )
         return loader.construct_mapping(node, deep=True)
 
     Loader.add_constructor(TAG, construct)
@@ -99,7 +119,7 @@ def get_loader(allow: Sequence[str] = ALLOW) -> type:
 
 
 def dump_config(config: Any, path: str | Path) -> None:
-    """Write `config` as YAML that load_config reads, if it may take the names in it."""
+    """Write `config` as YAML that `load_config` reads, provided its names are allowed."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -109,40 +129,40 @@ def dump_config(config: Any, path: str | Path) -> None:
         home = "" if isinstance(value, torch.dtype) else f"{_home(value)}."
         return dumper.represent_scalar(TAG, home + getattr(value, "__qualname__", str(value)))
 
-    Dumper.add_implicit_resolver(*FLOAT)  # so that a text such as 1e5 gets quotes
+    Dumper.add_implicit_resolver(*FLOAT)  # so that the string "1e5" gets quotes
     Dumper.add_multi_representer(object, named)
     replace_text(Path(path), yaml.dump(config, Dumper=Dumper, sort_keys=False))
 
 
 def resolve(name: str, allow: Sequence[str] = ALLOW) -> Any:
-    """Return the object that a dotted `name` means, as get_loader says; else raise ValueError."""
-    allow = (*allow, __package__)
+    """Return the object with the dotted `name`, or raise ValueError if it is not allowed."""
+    allow = (*allow, PACKAGE)
     start = next((prefix for prefix in allow if _under(name, prefix)), None)
     rest = name.removeprefix(start or "").split(".")[1:]
     if start is None or not rest or any(part.startswith("_") or not part for part in rest):
-        raise ValueError(f"a public name under {', '.join(allow)} is allowed")
-    found: Any = _module(start)
+        raise ValueError(f"only public names under {', '.join(allow)} are allowed")
+    value: Any = _module(start)
     for part in rest:
-        found = _step(found, part)
-        home = _home(found)
+        value = _attribute(value, part)
+        home = _home(value)
         if not any(_under(home, prefix) for prefix in allow):
             raise ValueError(
-                f"it is of the module {home}, allowed are those under {', '.join(allow)}: "
+                f"it belongs to the module {home}, but only {', '.join(allow)} are allowed: "
                 "add it to allow if you trust it"
             )
-    _check_kind(found)
-    return found
+    _check_kind(value)
+    return value
 
 
 def _set(config: Any, name: str, value: Any) -> None:
-    """Set the key with the dotted `name`; a section that is not there is made."""
+    """Set the key with the dotted `name`; missing sections are added."""
     *sections, key = name.split(".")
     for section in sections:
         if isinstance(config, dict) and config.get(section) is None:
             config[section] = {}
         config = config[section] if isinstance(config, dict) else None
     if not isinstance(config, dict):
-        raise ValueError(f"{name} cannot be set: what its dots pass through must be sections")
+        raise ValueError(f"{name} cannot be set: every part of it but the last must be a section")
     config[key] = value
 
 
@@ -157,36 +177,36 @@ def _module(name: str) -> ModuleType:
         raise ValueError(f"there is no module {error.name}") from error
 
 
-def _step(found: Any, part: str) -> Any:
-    """Return what the name `part` means in `found`."""
-    if isinstance(found, ModuleType) and not hasattr(found, part):
+def _attribute(owner: Any, name: str) -> Any:
+    """Return the attribute or the submodule `name` of `owner`."""
+    if isinstance(owner, ModuleType) and not hasattr(owner, name):
         try:
-            return importlib.import_module(f"{found.__name__}.{part}")
+            return importlib.import_module(f"{owner.__name__}.{name}")
         except ModuleNotFoundError as error:
-            raise ValueError(f"{found.__name__} has no {part}") from error
+            raise ValueError(f"{owner.__name__} has no {name}") from error
     try:
-        return getattr(found, part)
+        return getattr(owner, name)
     except AttributeError as error:
         raise ValueError(str(error)) from error
 
 
-def _home(found: Any) -> str:
-    """Return the module that `found` is of."""
-    if isinstance(found, ModuleType):
-        home = found.__name__
+def _home(value: Any) -> str:
+    """Return the name of the module in which `value` is defined."""
+    if isinstance(value, ModuleType):
+        home = value.__name__
     else:
-        home = getattr(found, "__module__", None) or type(found).__module__
-    return "__main__" if home == "__mp_main__" else home  # as spawn calls it
+        home = getattr(value, "__module__", None) or type(value).__module__
+    return "__main__" if home == "__mp_main__" else home  # spawn's name for the main module
 
 
-def _check_kind(found: Any) -> None:
-    home, kind = _home(found), found if isinstance(found, type) else type(None)
+def _check_kind(value: Any) -> None:
+    home, kind = _home(value), value if isinstance(value, type) else type(None)
     if _under(home, "torch"):
         is_part = issubclass(kind, PARTS) and any(_under(home, prefix) for prefix in TORCH)
-        if not (is_part or home == F.__name__ or isinstance(found, torch.dtype)):
+        if not (is_part or home == F.__name__ or isinstance(value, torch.dtype)):
             raise ValueError(
-                "of torch, modules, optimizers, schedulers, data sets, functions of "
-                f"{F.__name__} and dtypes are allowed: put anything else into a function of yours"
+                "from torch, only modules, optimizers, schedulers, data sets, functions of "
+                f"{F.__name__} and dtypes are allowed: call anything else in a function of yours"
             )
-    if _under(home, __package__) and not issubclass(kind, Callback):
-        raise ValueError("of this package, callbacks are allowed")
+    if _under(home, PACKAGE) and not issubclass(kind, Callback):
+        raise ValueError("from this package, only callbacks are allowed")

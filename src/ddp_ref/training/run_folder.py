@@ -1,4 +1,4 @@
-"""The folder of a run: what it was made with, what it said, what it found, its figures."""
+"""The folder of a run: its settings, its log, its history and its figures."""
 
 import csv
 import io
@@ -15,14 +15,14 @@ from .callbacks import Callback
 from .plotting import plot_losses, plot_metrics
 
 LOG_FORMAT = "[RANK {}] %(asctime)s %(levelname)s %(name)s: %(message)s"
-SETTINGS = ("accumulate", "clip_norm", "precision", "on_nonfinite", "exchange_every", "seed")
+SETTINGS = ("accumulate", "clip_norm", "precision", "on_nonfinite", "sync_every", "seed")
 
 
 class RunFolder(Callback):
-    """Keep config.json, log.txt, history.csv, losses.png and metrics.png in `folder`; on rank 0.
+    """Write config.json, log.txt, history.csv, losses.png and metrics.png into `folder`, on rank 0.
 
-    The log grows with each run that is resumed there, the others are written anew. Without
-    matplotlib there are no figures, and one warning.
+    A resumed run appends to the log and replaces the other files. Without matplotlib there is one
+    warning instead of the figures.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -30,14 +30,14 @@ class RunFolder(Callback):
         self._formatter = logging.Formatter(LOG_FORMAT.format(0))
 
     def log(self, name: str, text: str) -> None:
-        """Add a line to log.txt as said by the logger `name`; one that cannot be is a warning."""
+        """Append a line to log.txt under the logger's `name`; warn if it cannot be written."""
         record = logging.makeLogRecord({"name": name, "levelname": "INFO", "msg": text})
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / "log.txt").open("a", encoding="utf-8") as file:
                 file.write(self._formatter.format(record) + "\n")
         except OSError as error:
-            warnings.warn(f"a line of the log is lost: {error}", stacklevel=2)
+            warnings.warn(f"a line of log.txt is lost: {error}", stacklevel=2)
 
     def on_train_start(self) -> None:
         replace_text(
@@ -60,7 +60,7 @@ class RunFolder(Callback):
 
 
 def write_history(history: Mapping[str, Sequence[float]], path: str | Path) -> None:
-    """Write a line for each epoch, a column for each list of `history`; a short one begins late."""
+    """Write one row per epoch and one column per list of `history`; short lists start later."""
     last = max(map(len, history.values()), default=0)
     columns = [[""] * (last - len(values)) + [*values] for values in history.values()]
     text = io.StringIO()
@@ -71,7 +71,7 @@ def write_history(history: Mapping[str, Sequence[float]], path: str | Path) -> N
 
 
 def _settings(handler: Any) -> dict[str, Any]:
-    loss_fn, scheduler = handler.objective.loss_fn, handler.scheduler
+    loss_fn, scheduler = handler.loss_and_metrics.loss_fn, handler.scheduler
     return {
         "model": repr(handler.model).splitlines(),
         "optimizer": repr(handler.optimizer).splitlines(),
@@ -87,7 +87,7 @@ def _settings(handler: Any) -> dict[str, Any]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path`, whole at any time: a reader may look while it trains."""
+    """Replace `path` by a file with `text` in one step: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")

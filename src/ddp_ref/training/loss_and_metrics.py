@@ -1,4 +1,4 @@
-"""What is asked of a model: the loss and the metrics of a batch, means over its samples."""
+"""The loss and the metrics of a batch, each a mean over its samples."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from .batches import move, pair, samples_in
-from .exchange import Sums, Value
+from .rank_sync import Sums, Value
 
 
-class Objective:
-    """Compute `loss_fn(outputs, targets)` and each of `metrics`, under `autocast`, on `device`."""
+class LossAndMetrics:
+    """Compute `loss_fn(outputs, targets)` and each metric on `device`, under `autocast`."""
 
     def __init__(
         self,
@@ -22,17 +22,19 @@ class Objective:
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         if "loss" in metrics:
-            raise ValueError('a metric cannot be named "loss", the loss is: choose another name')
-        if isinstance(loss_fn, nn.Module):  # it may hold weights of the classes
+            raise ValueError(
+                'a metric cannot be named "loss", which is the loss: choose another name'
+            )
+        if isinstance(loss_fn, nn.Module):  # it may have class weights
             loss_fn.to(device)
         self.loss_fn, self.metrics, self.device, self.autocast = loss_fn, metrics, device, autocast
 
     def new_sums(self) -> Sums:
-        """Return sums for the loss and the metrics, over no samples yet."""
+        """Return empty sums for the loss and the metrics."""
         return Sums(["loss", *self.metrics], self.device)
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Value]]:
-        """Return the loss of `batch` for backward, and it and the metrics by their names."""
+        """Return the loss of `batch` for backward, and the values by name, the loss among them."""
         inputs, targets = pair(move(batch, self.device))
         with self.autocast():
             outputs = model(inputs)
@@ -46,7 +48,7 @@ class Objective:
             return {name: metric(outputs, targets) for name, metric in self.metrics.items()}
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of `batch` alone."""
+        """Return only the loss of `batch`."""
         inputs, targets = pair(move(batch, self.device))
         with self.autocast():
             return self.loss_fn(model(inputs), targets)
