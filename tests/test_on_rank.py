@@ -139,7 +139,7 @@ def test_a_rank_that_cannot_take_what_was_sent_says_so():
             resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, -1))
         on_rank(0, broadcast=True)(lambda: bytes(2**28))()
 
-    with pytest.raises(RuntimeError, match=r"what rank 0 sent .* cannot be read: MemoryError"):
+    with pytest.raises(RuntimeError, match=r"rank 0 has sent something .* that cannot be read: MemoryError"):
         run_ranks(work, timeout=timedelta(seconds=60))
 
 
@@ -167,7 +167,7 @@ LOCAL = """
 import os, time
 import torch.distributed as dist
 from datetime import timedelta
-from ddp_ref import cleanup_ddp, initialize_ddp, on_rank, rank_first
+from ddp_ref import _outcomes, cleanup_ddp, initialize_ddp, on_rank, rank_first
 
 info = initialize_ddp(timedelta(seconds=60))
 node = int(os.environ["SLURM_NODEID"])
@@ -218,18 +218,36 @@ for wrong in (max(sizes), -1):
         assert f"the local ranks are 0 to {max(sizes) - 1}, not {wrong}" in str(error)
     else:
         raise AssertionError
+
+# A node may make a local call that the others leave out.
+if node == 1:
+    assert on_rank(0, local=True, broadcast=True)(where)() == (first, 0)
+assert on_rank(0, broadcast=True)(where)() == (0, 0)
+
+# Then all ranks are in different calls: each waits for the next one, or some for their node alone.
+_outcomes.LOOK_AFTER, _outcomes.LOOK_EVERY, _outcomes.GRACE = 0.3, 0.1, 0.5
+if os.environ["MISTAKE"] == "circle":
+    call = on_rank((info.rank + 1) % info.world_size)(where)
+else:
+    call = on_rank(0, local=info.local_rank == 0)(where)
+try:
+    call()
+except RuntimeError as error:
+    assert "the same on_rank and rank_first calls in the same order" in str(error), error
+else:
+    assert os.environ["MISTAKE"] == "local" and sizes[node] == 1  # a node of one waits for nobody
 cleanup_ddp()
 """
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_ranks"),
+    ("nodes", "local_ranks", "mistake"),
     [
-        pytest.param([0, 1, 0, 1, 0], [0, 0, 1, 1, 2], id="cyclic"),
-        pytest.param([0, 0, 0, 1], [0, 1, 2, 0], id="3,1", marks=pytest.mark.full),
+        pytest.param([0, 1, 0, 1, 0], [0, 0, 1, 1, 2], "circle", id="cyclic"),
+        pytest.param([0, 0, 0, 1], [0, 1, 2, 0], "local", id="3,1", marks=pytest.mark.full),
     ],
 )
-def test_local_ranks(tmp_path, nodes, local_ranks):
+def test_local_ranks(tmp_path, nodes, local_ranks, mistake):
     """Two nodes of a Slurm step, in cyclic placement or with unequal numbers of tasks."""
     sizes = [nodes.count(node) for node in (0, 1)]
     step = {
@@ -240,6 +258,7 @@ def test_local_ranks(tmp_path, nodes, local_ranks):
         "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, sizes)),
         "FIRST_RANKS": ",".join(str(nodes.index(node)) for node in (0, 1)),
         "LOCAL_SIZES": ",".join(map(str, sizes)),
+        "MISTAKE": mistake,
     }
     script = tmp_path / "local.py"
     script.write_text(LOCAL)

@@ -11,8 +11,6 @@ neither Ctrl-C nor `max_wait`. gloo completes a send only when the receiver take
 returns before all ranks have called.
 """
 
-from __future__ import annotations  # a torch that was built without distributed has no Store
-
 import atexit
 import math
 import pickle
@@ -28,7 +26,6 @@ from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from .initialize import OpenGroup
 
@@ -49,241 +46,228 @@ class Outcome(NamedTuple):
     """What an executing rank tells the others."""
 
     call: str
-    failure: bytes | None = None  # its packed exception
-    value: Any = None  # its packed result, a buffer
-    problems: dict[int, str] | None = None  # by rank: who died, or who is in another call
+    failure: bytes | None  # its packed exception
+    value: Any  # its packed result: a buffer, empty if there is none
+    problems: dict[int, str]  # by rank: who died, or who is in another call
 
 
 @dataclass
-class _Call:
-    """One on_rank call on this rank: what its threads need, and the queue of their answers."""
+class Call:
+    """One on_rank or rank_first call on this rank, and the queue of its threads' answers."""
 
-    group: dist.ProcessGroup
-    store: dist.Store
-    me: int
-    members: Sequence[int]
-    number: int
-    text: str
+    opened: OpenGroup
+    name: str  # the same on all ranks
+    executors: Sequence[int]  # the ranks that do the work, in ascending order
+    members: Sequence[int]  # the ranks that take part: all, or those of this node
+    node: Sequence[int]  # the ranks of this node
+    max_wait: timedelta | None = None  # for the other ranks; None: as long as it takes
     awaited: int | None = None  # on an executing rank: which rank has not called yet
     over: Event = field(default_factory=Event)
-    answers: SimpleQueue[tuple[int, Outcome | str]] = field(default_factory=SimpleQueue)
+    answers: SimpleQueue[tuple[int, Outcome | None, dict[int, str]]] = field(
+        default_factory=SimpleQueue
+    )
 
-    def lost(self, rank: int, error: Exception) -> str:
-        if not isinstance(error, RuntimeError):  # gloo's own errors all are
-            cause = f"{type(error).__name__}: {error}"
-            return f"what rank {rank} sent at the end of {self.text} cannot be read: {cause}"
-        return f"rank {rank} died or left before the end of {self.text}; see its output ({error})"
+    def __post_init__(self) -> None:
+        self.me = self.opened.info.rank
+        # Nodes may differ in how many local calls they make, so those have numbers of their own.
+        local, calls = len(self.members) < self.opened.info.world_size, self.opened.calls
+        calls[local] += 1
+        self.text = f"{self.name} (call {calls[local]})"
+        self.tag = 4 * calls[local] + 2 * local  # of the questions; the outcomes have the next tag
+        # Ranks that share one of these keys must be in the same call.
+        self.keys = [f"ddp_ref/waiting/node of rank {self.node[0]}/{sum(calls)}"]
+        if not local:
+            self.keys.append(f"ddp_ref/waiting/{calls[local]}")
 
-    def differs(self, rank: int, text: str) -> str:
-        return (
+    def wait_for_outcomes(self, error: BaseException | None = None, value: Any = b"") -> Any:
+        """Wait until the executing ranks have finished their work (collective: all members call).
+
+        Args:
+            error: What this rank's own work raised.
+            value: What this rank's own work returned, packed into a buffer.
+
+        Returns:
+            The packed result of the first executing rank.
+
+        Raises:
+            BaseException: The exception of the lowest executing rank that failed, the others as
+                notes.
+            RuntimeError: If a rank died or is in another call.
+            TimeoutError: If a rank has not finished within `max_wait`.
+        """
+        failure = None if error is None else pack_exception(error)
+        mine = Outcome(self.text, failure, value, {})
+        outcomes, problems = self._collect(mine)
+        if failure:  # known even if no other rank answers
+            outcomes.setdefault(self.me, mine)
+        errors: dict[tuple[int, int], BaseException] = {}  # by (priority, rank)
+        for rank, outcome in outcomes.items():
+            if outcome.failure:
+                where = f"rank {rank} in {outcome.call}"
+                errors[0, rank] = unpack_exception(outcome.failure, where)
+        for rank, problem in problems.items():
+            errors[1 if rank in self.executors else 2, rank] = RuntimeError(problem)
+        if error is not None:
+            where = f"raised on rank {self.me} in {self.text}"
+            errors[0, self.me] = _own(error, errors[0, self.me], where)
+            error = None  # a frame that holds its own exception keeps the work's locals alive
+        if errors:
+            _raise_first([errors.pop(key) for key in sorted(errors)])
+        if late := [rank for rank in self.executors if rank not in outcomes]:
+            raise self._timeout(late)
+        return outcomes[self.executors[0]].value
+
+    def _collect(self, mine: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
+        """Start one thread per executing rank; return the outcomes, and what is wrong by rank."""
+        threads = [
+            Thread(target=self._answer_all, args=(mine,), daemon=True)
+            if rank == self.me
+            else Thread(target=self._ask, args=(rank,), daemon=True)
+            for rank in self.executors
+        ]
+        outcomes: dict[int, Outcome] = {}
+        problems: dict[int, str] = {}
+        now = time.monotonic()
+        look_at = now + LOOK_AFTER
+        deadline = now + (self.max_wait.total_seconds() if self.max_wait else math.inf)
+        try:
+            for thread in threads:
+                thread.start()
+            while set(self.executors) - outcomes.keys() - problems.keys() and now < deadline:
+                with suppress(Empty):  # in short steps: on Windows, Ctrl-C is felt between them
+                    rank, outcome, seen = self.answers.get(timeout=min(deadline - now, 0.2))
+                    outcomes |= {rank: outcome} if outcome else {}
+                    problems = {r: text for r, text in seen.items() if r != self.me} | problems
+                    if problems:
+                        deadline = min(deadline, time.monotonic() + GRACE)
+                now = time.monotonic()
+                if now > look_at:
+                    # The store may be hosted by a frozen rank, so this needs a thread as well.
+                    Thread(target=self._look_for_other_calls, daemon=True).start()
+                    look_at = math.inf
+        finally:
+            self.over.set()
+            if set(self.executors) - outcomes.keys():
+                atexit.register(self._wake, threads)
+            else:
+                for thread in threads:  # they are at their last lines
+                    thread.join()
+        return outcomes, problems
+
+    def _ask(self, executor: int) -> None:
+        """Tell `executor` which call this rank is in, and wait for its outcome."""
+        try:
+            self._send(executor, self.tag, self.text.encode())
+            head, value = self._receive(executor, self.tag + 1)
+            outcome = pickle.loads(head)._replace(value=value)
+            problems = outcome.problems | self._compare(executor, outcome.call)
+            self.answers.put((executor, outcome, problems))
+        except Exception as error:  # noqa: BLE001 - e.g. no memory for it; the main thread tells
+            self.answers.put((executor, None, self._lost(executor, error)))
+
+    def _answer_all(self, mine: Outcome) -> None:
+        """Receive from every other rank which call it is in, then send each of them the outcome."""
+        peers = [rank for rank in self.members if rank != self.me]
+        problems: dict[int, str] = {}
+        for peer in peers:
+            self.awaited = peer
+            try:
+                problems |= self._compare(peer, self._receive(peer, self.tag)[0].decode())
+            except Exception as error:  # noqa: BLE001 - the main thread raises it
+                problems |= self._lost(peer, error)
+        head = pickle.dumps(mine._replace(value=b"", problems=problems))
+        for peer in peers:
+            try:
+                self._send(peer, self.tag + 1, head, mine.value)
+            except Exception as error:  # noqa: BLE001 - the main thread raises it
+                problems = self._lost(peer, error) | problems
+        self.answers.put((self.me, mine, problems))
+
+    def _look_for_other_calls(self) -> None:
+        """Compare calls through the store until the wait is over.
+
+        Ranks that wait for different executing ranks never exchange a message. So after some
+        seconds each rank adds its call to lists in the store, and reads what the others added.
+        """
+        with suppress(Exception):  # not every store can append, and its host may be gone
+            for key in self.keys:
+                self.opened.store.append(key, f"{self.me} {self.text}\n")
+            while not self.over.wait(LOOK_EVERY):
+                for line in b"".join(map(self.opened.store.get, self.keys)).decode().splitlines():
+                    rank, _, text = line.partition(" ")
+                    self.answers.put((int(rank), None, self._compare(int(rank), text)))
+
+    def _send(self, peer: int, tag: int, head: bytes, value: Any = b"") -> None:
+        """Send `head` and `value`: in one message if they fit into a frame, else in several."""
+        room = FRAME - SIZES.size
+        fits = len(head) + len(value) <= room
+        start = head + bytes(value) if fits else head[:room]
+        frame = bytearray(SIZES.pack(len(head), len(value)) + start).ljust(FRAME, b"\0")
+        for part in (frame,) if fits else (frame, bytearray(head[room:]), value):
+            if len(part):
+                self.opened.side.send([_tensor(part)], peer, tag).wait(FOREVER)
+
+    def _receive(self, peer: int, tag: int) -> tuple[bytearray, bytearray]:
+        """Wait for what `peer` sends with `tag`; return the head and the value."""
+
+        def receive(size: int) -> bytearray:
+            part = bytearray(size)
+            if part:
+                self.opened.side.recv([_tensor(part)], peer, tag).wait(FOREVER)
+            return part
+
+        frame = receive(FRAME)
+        head_size, value_size = SIZES.unpack_from(frame)
+        start = frame[SIZES.size :]
+        if head_size + value_size <= len(start):
+            return start[:head_size], start[head_size : head_size + value_size]
+        head = start[:head_size] + receive(max(0, head_size - len(start)))
+        return head, receive(value_size)
+
+    def _wake(self, threads: Sequence[Thread]) -> None:
+        """At exit, end the threads of a wait that was given up.
+
+        A thread that returns from C++ after Python has gone aborts the process (up to Python
+        3.13). A receive that times out closes all connections of its group, which wakes them now.
+        """
+        waiting = [thread for thread in threads if thread.is_alive()]
+        for peer in self.members if waiting else []:
+            if peer != self.me:
+                with suppress(RuntimeError):
+                    work = self.opened.side.recv([_tensor(bytearray(1))], peer, WAKING_TAG)
+                    work.wait(timedelta(milliseconds=1))
+        for thread in waiting:
+            thread.join(1)
+
+    def _lost(self, rank: int, error: Exception) -> dict[int, str]:
+        if isinstance(error, RuntimeError):  # gloo's own errors all are
+            cause = f"died or left before the end of {self.text}; see its output ({error})"
+        else:
+            what = f"{type(error).__name__}: {error}"
+            cause = f"has sent something at the end of {self.text} that cannot be read: {what}"
+        return {rank: f"rank {rank} {cause}"}
+
+    def _compare(self, rank: int, text: str) -> dict[int, str]:
+        """Return the problem if a rank is in the call `text`, and this rank in another one."""
+        problem = (
             f"rank {rank} is in {text}, rank {self.me} in {self.text}: every rank must make the "
             "same on_rank and rank_first calls in the same order"
         )
+        return {} if text == self.text else {rank: problem}
 
-
-def wait_for_outcomes(
-    opened: OpenGroup,
-    name: str,
-    ranks: Sequence[int],
-    members: Sequence[int],
-    error: BaseException | None = None,
-    value: Any = None,
-    max_wait: timedelta | None = None,
-) -> Any:
-    """Wait until the executing ranks have finished their work (collective).
-
-    Args:
-        opened: The open group with its side group.
-        name: The name of the work, the same on all ranks.
-        ranks: The executing ranks, in ascending order.
-        members: The ranks that take part.
-        error: What this rank's own work raised.
-        value: What this rank's own work returned, packed into a buffer.
-        max_wait: How long to wait for the others. Default: as long as it takes.
-
-    Returns:
-        The packed result of the first executing rank.
-
-    Raises:
-        BaseException: The exception of the lowest executing rank that failed, the others as notes.
-        RuntimeError: If a rank died or is in another call.
-        TimeoutError: If a rank has not finished within `max_wait`.
-    """
-    assert opened.side is not None
-    number, me = next(opened.calls), opened.info.rank
-    text = f"{name} (call {number})"
-    call = _Call(opened.side, opened.store, me, members, number, text)
-    failure = None if error is None else pack_exception(error)
-    mine = Outcome(call.text, failure, value)
-    outcomes, problems = _collect(call, ranks, mine, max_wait)
-    if mine.failure:  # known even if no other rank answers
-        outcomes.setdefault(me, mine)
-    errors: dict[tuple[int, int], BaseException] = {}  # by (priority, rank): real exceptions first
-    for rank, outcome in outcomes.items():
-        if outcome.failure:
-            errors[0, rank] = unpack_exception(outcome.failure, f"rank {rank} in {outcome.call}")
-    for rank, problem in problems.items():
-        errors[1 if rank in ranks else 2, rank] = RuntimeError(problem)
-    if error is not None:
-        errors[0, me] = _own(error, errors[0, me], f"raised on rank {me} in {call.text}")
-        error = None  # a frame that holds its own exception keeps the work's locals alive
-    late = [rank for rank in ranks if rank not in outcomes]
-    if late and not errors:
-        names = ", ".join(map(str, late))
-        cause = (
-            f"rank {names} has not finished {call.text}, or waits for a rank that has not called"
-        )
-        if me in late:
-            cause = f"rank {call.awaited} has not called {call.text}"
-        raise TimeoutError(
-            f"max_wait={max_wait} is over and {cause}: look at its output, or pass a longer "
+    def _timeout(self, late: Sequence[int]) -> TimeoutError:
+        cause = f"rank {self.awaited} has not called {self.text}"
+        if self.me not in late:
+            names = ", ".join(map(str, late))
+            cause = f"rank {names} has not finished {self.text}, or waits for ranks to call it"
+        return TimeoutError(
+            f"max_wait={self.max_wait} is over and {cause}: look at its output, or pass a longer "
             "max_wait (None waits as long as it takes)"
         )
-    if errors:
-        _raise_first([errors.pop(key) for key in sorted(errors)])
-    return outcomes[ranks[0]].value if ranks else None
-
-
-def _collect(
-    call: _Call, ranks: Sequence[int], mine: Outcome, max_wait: timedelta | None
-) -> tuple[dict[int, Outcome], dict[int, str]]:
-    """Start one thread per executing rank; return the outcomes, and what is wrong by rank."""
-    threads = [
-        Thread(target=_answer_all, args=(call, mine), daemon=True)
-        if rank == call.me
-        else Thread(target=_ask, args=(call, rank), daemon=True)
-        for rank in ranks
-    ]
-    outcomes: dict[int, Outcome] = {}
-    problems: dict[int, str] = {}
-    now = time.monotonic()
-    look_at, deadline = now + LOOK_AFTER, now + (max_wait.total_seconds() if max_wait else math.inf)
-    try:
-        for thread in threads:
-            thread.start()
-        while set(ranks) - outcomes.keys() - problems.keys() and now < deadline:
-            with suppress(Empty):  # in short steps: on Windows, Ctrl-C is felt between them only
-                rank, answer = call.answers.get(timeout=min(deadline - now, 0.2))
-                if isinstance(answer, str):
-                    problems.setdefault(rank, answer)
-                else:
-                    outcomes[rank] = answer
-                    problems |= {r: p for r, p in (answer.problems or {}).items() if r != call.me}
-                    if answer.call != call.text:
-                        problems[rank] = call.differs(rank, answer.call)
-                if problems:
-                    deadline = min(deadline, time.monotonic() + GRACE)
-            now = time.monotonic()
-            if now > look_at:
-                # The store may be hosted by a frozen rank, so this needs a thread as well.
-                Thread(target=_look_for_other_calls, args=(call,), daemon=True).start()
-                look_at = math.inf
-    finally:
-        call.over.set()
-        if set(ranks) - outcomes.keys():
-            atexit.register(_wake, call, threads)
-        else:
-            for thread in threads:  # they are at their last lines
-                thread.join()
-    return outcomes, problems
-
-
-def _ask(call: _Call, executor: int) -> None:
-    """Tell `executor` which call this rank is in, and wait for its outcome."""
-    try:
-        _send(call, executor, 2 * call.number, call.text.encode())
-        head, value = _receive(call, executor, 2 * call.number + 1)
-        answer: Outcome | str = pickle.loads(head)._replace(value=value or None)
-    except Exception as error:  # noqa: BLE001 - e.g. no memory for the result; the main thread tells
-        answer = call.lost(executor, error)
-    call.answers.put((executor, answer))
-
-
-def _answer_all(call: _Call, mine: Outcome) -> None:
-    """Receive from every other rank which call it is in, then send each of them the outcome."""
-    peers = [rank for rank in call.members if rank != call.me]
-    problems: dict[int, str] = {}
-    for peer in peers:
-        call.awaited = peer
-        try:
-            text = _receive(call, peer, 2 * call.number)[0].decode()
-            if text != call.text:
-                problems[peer] = call.differs(peer, text)
-        except Exception as error:  # noqa: BLE001 - the main thread raises it
-            problems[peer] = call.lost(peer, error)
-    head = pickle.dumps(mine._replace(value=None, problems=dict(problems)))
-    for peer in peers:
-        try:
-            _send(call, peer, 2 * call.number + 1, head, mine.value or b"")
-        except Exception as error:  # noqa: BLE001 - the main thread raises it
-            problems.setdefault(peer, call.lost(peer, error))
-    call.answers.put((call.me, mine._replace(problems=problems)))
-
-
-def _look_for_other_calls(call: _Call) -> None:
-    """Compare calls through the store until the wait is over.
-
-    Ranks that wait for different executing ranks never exchange a message. So after some seconds
-    each rank compares its call with the first one that was written to the store for this number.
-    If they differ, it writes its own call under a second key, which every rank can read.
-    """
-    first, other = (f"ddp_ref/waiting/{call.number}/{which}" for which in ("first", "other"))
-    store, mine = call.store, f"{call.me} {call.text}"
-    with suppress(Exception):  # not every store can compare, and its host may be gone
-        lines = [store.compare_set(first, "", mine)]
-        if not lines[0].decode().endswith(f" {call.text}"):
-            store.set(other, mine)
-        while not call.over.wait(LOOK_EVERY):
-            seen = [*lines, store.get(other)] if store.check([other]) else lines
-            for rank, _, text in (line.decode().partition(" ") for line in seen):
-                if text != call.text:
-                    call.answers.put((int(rank), call.differs(int(rank), text)))
-
-
-def _send(call: _Call, peer: int, tag: int, head: bytes, value: Any = b"") -> None:
-    """Send `head` and `value`: in one message if they fit into a frame, otherwise in several."""
-    room = FRAME - SIZES.size
-    fits = len(head) + len(value) <= room
-    start = head + bytes(value) if fits else head[:room]
-    frame = bytearray(SIZES.pack(len(head), len(value)) + start).ljust(FRAME, b"\0")
-    for part in (frame,) if fits else (frame, bytearray(head[room:]), value):
-        if len(part):
-            call.group.send([_tensor(part)], peer, tag).wait(FOREVER)
-
-
-def _receive(call: _Call, peer: int, tag: int) -> tuple[bytearray, bytearray]:
-    """Wait for what `peer` sends with `tag`; return the head and the value."""
-    frame = bytearray(FRAME)
-    call.group.recv([_tensor(frame)], peer, tag).wait(FOREVER)
-    head_size, value_size = SIZES.unpack_from(frame)
-    start = frame[SIZES.size :]
-    if head_size + value_size <= len(start):
-        return start[:head_size], start[head_size : head_size + value_size]
-    rest, value = bytearray(max(0, head_size - len(start))), bytearray(value_size)
-    for part in (rest, value):
-        if part:
-            call.group.recv([_tensor(part)], peer, tag).wait(FOREVER)
-    return start[:head_size] + rest, value
 
 
 def _tensor(buffer: Any) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
-
-
-def _wake(call: _Call, threads: Sequence[Thread]) -> None:
-    """At exit, end the threads of a wait that was given up.
-
-    A thread that returns from C++ after Python has gone aborts the process (up to Python 3.13). A
-    receive that times out closes all connections of its group, and so wakes the threads now.
-    """
-    waiting = [thread for thread in threads if thread.is_alive()]
-    for peer in call.members if waiting else []:
-        if peer != call.me:
-            with suppress(RuntimeError):
-                work = call.group.recv([_tensor(bytearray(1))], peer, WAKING_TAG)
-                work.wait(timedelta(milliseconds=1))
-    for thread in waiting:
-        thread.join(1)
 
 
 def pack_exception(

@@ -4,6 +4,7 @@ import functools
 import inspect
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -13,9 +14,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from ._outcomes import wait_for_outcomes
+from ._outcomes import Call
 from .collectives import pack_object, unpack_object
-from .initialize import OpenGroup, open_group
+from .initialize import open_group
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,15 +39,6 @@ class _Plan(NamedTuple):
     def __str__(self) -> str:
         numbers = ", ".join(map(str, self.ranks))
         return f"{self.name} on {'local ' if self.local else ''}rank {numbers}"
-
-
-class _Part(NamedTuple):
-    """This rank's part in one call."""
-
-    executes: bool
-    executors: Sequence[int]  # in ascending order
-    members: Sequence[int]  # the ranks that wait for each other: all, or those of this node
-    opened: OpenGroup | None  # None if there is nothing to exchange
 
 
 def on_rank(
@@ -132,68 +124,69 @@ def rank_first(rank: int = 0, *, local: bool = False) -> AbstractContextManager[
 
 def _run(work: Callable[[], R], plan: _Plan) -> R | None:
     """Do `work` on the executing ranks and wait for its end on all ranks."""
-    part = _part(plan)
-    if part.opened is None:
-        return work() if part.executes else None
-    result, error, packed = None, None, None
-    if part.executes:
+    executes, call = _join(plan)
+    if call is None:
+        return work() if executes else None
+    result, error, packed = None, None, memoryview(b"")
+    if executes:
         try:
             with _body:
                 result = work()
-            if plan.broadcast and part.opened.info.rank == part.executors[0]:
+            if plan.broadcast and call.me == call.executors[0]:
                 packed = pack_object(result)
         except BaseException as caught:  # noqa: BLE001 - raised below, on all ranks
             error = caught
     try:
-        shared = wait_for_outcomes(
-            part.opened, str(plan), part.executors, part.members, error, packed, plan.max_wait
-        )
+        shared = call.wait_for_outcomes(error, packed)
     finally:
         del error  # otherwise this frame keeps the exception, and that the body's locals
     if plan.barrier:
         dist.barrier()
-    return result if part.executes or shared is None else unpack_object(shared)
+    return unpack_object(shared) if plan.broadcast and not executes else result
 
 
 @contextmanager
 def _rank_first(plan: _Plan) -> Iterator[None]:
-    part = _part(plan)
-    if part.opened is None:
+    executes, call = _join(plan)
+    if call is None:
         yield
         return
     error = None
-    if part.executes:
+    if executes:
         try:
             with _body:
                 yield
         except BaseException as caught:  # noqa: BLE001 - raised below, on all ranks
             error = caught
     try:
-        wait_for_outcomes(part.opened, str(plan), part.executors, part.members, error)
+        call.wait_for_outcomes(error)
     finally:
         del error
-    if not part.executes:
+    if not executes:
         with _body:
             yield
 
 
-def _part(plan: _Plan) -> _Part:
-    """Return this rank's part in a call; raise ValueError if there are no such ranks."""
+def _join(plan: _Plan) -> tuple[bool, Call | None]:
+    """Return whether this rank does the work, and the call if there is anybody to exchange with.
+
+    Raises:
+        ValueError: If the world, or with `local` the largest node, does not have these ranks.
+    """
     opened = open_group()
-    me, world = (opened.info.rank, opened.info.world_size) if opened else (0, 1)
-    members: Sequence[int] = range(world)
-    numbers = dict(enumerate(members))
-    if opened and plan.local:
-        places = opened.places
-        members = [rank for rank in members if places[rank].node == places[me].node]
-        numbers = {rank: place.local_rank for rank, place in enumerate(places)}
-    if not plan.ranks or not set(plan.ranks) <= set(numbers.values()):
+    me, nodes = (opened.info.rank, opened.nodes) if opened else (0, [""])
+    node = [rank for rank, name in enumerate(nodes) if name == nodes[me]]
+    members: Sequence[int] = node if plan.local else range(len(nodes))
+    count = max(Counter(nodes).values()) if plan.local else len(nodes)
+    if not plan.ranks or not set(plan.ranks) <= set(range(count)):
         listed = ", ".join(map(str, plan.ranks)) or "none"
         what = "local ranks" if plan.local else "ranks of this world"
-        raise ValueError(f"{plan.name}: the {what} are 0 to {max(numbers.values())}, not {listed}")
-    executors = [rank for rank in members if numbers[rank] in plan.ranks]
-    exchanges = world > 1 and not _body.locked()
-    return _Part(me in executors, executors, members, opened if exchanges else None)
+        raise ValueError(f"{plan.name}: the {what} are 0 to {count - 1}, not {listed}")
+    executors = [members[number] for number in plan.ranks if number < len(members)]
+    executes = me in executors
+    if opened is None or len(members) == 1 or not executors or _body.locked():
+        return executes, None
+    return executes, Call(opened, str(plan), executors, members, node, plan.max_wait)
 
 
 def _as_ranks(rank: Ranks) -> tuple[int, ...]:
@@ -213,10 +206,10 @@ def _name_of(func: Callable[..., object]) -> str:
     if not callable(func):
         raise TypeError(f"on_rank decorates a function, not {func!r}")
     name = f"{func.__module__}.{getattr(func, '__qualname__', type(func).__qualname__)}"
-    for call in (func, type(func).__call__):  # a function, or an object that is called like one
-        if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
-            raise TypeError(f"on_rank: {name} is a generator function, it runs after its call ends")
-        if inspect.iscoroutinefunction(call):
-            raise TypeError(f"on_rank: {name} is a coroutine function, it runs after its call ends")
+    for kind in ("generator", "asyncgen", "coroutine"):
+        runs_later = getattr(inspect, f"is{kind}function")
+        if runs_later(func) or runs_later(type(func).__call__):  # an object may be called, too
+            what = "coroutine" if kind == "coroutine" else "generator"
+            raise TypeError(f"on_rank: {name} is a {what} function, it runs after its call ends")
     code = getattr(inspect.unwrap(func), "__code__", None)
     return f"{name} (line {code.co_firstlineno})" if code else name  # two lambdas share one name

@@ -76,12 +76,12 @@ def detect_launch(
     if master_port is not None:
         environ["MASTER_PORT"] = str(master_port)
     if rank is not None:
-        environ.setdefault("LOCAL_RANK", str(rank))
-        if environ.get("WORLD_SIZE") != str(world_size):
+        if environ.get("WORLD_SIZE", str(world_size)) != str(world_size):
             # They describe an outer launch with another number of ranks, not this one.
-            environ.pop("LOCAL_WORLD_SIZE", None)
-            environ.pop("GROUP_WORLD_SIZE", None)
+            for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+                environ.pop(name, None)
         environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+        environ.setdefault("LOCAL_RANK", str(rank))
         return _complete(environ, "arguments", "rank and world_size were given as arguments")
     if all_set(environ, RANK_NAMES):
         return _complete(environ, "torchrun", "RANK, LOCAL_RANK and WORLD_SIZE are set")

@@ -3,18 +3,16 @@
 from __future__ import annotations  # a torch that was built without distributed has no Store
 
 import atexit
-import itertools
 import os
 import socket
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,26 +36,16 @@ class DistInfo(NamedTuple):
     device: torch.device
 
 
-class Place(NamedTuple):
-    """Where a rank runs. Every rank sends this to the others."""
-
-    node: str
-    local_rank: int
-    gpu: str = ""  # empty on the CPU
-
-
 @dataclass
 class OpenGroup:
     """What this module records about the default process group while it is open."""
 
     info: DistInfo
-    store: dist.Store
-    side: dist.ProcessGroup | None = None  # a gloo group of all ranks, for on_rank's messages
-    places: list[Place] = field(default_factory=list)  # by rank
+    store: Any  # a dist.Store
+    side: Any = None  # a gloo group of all ranks, for on_rank's messages, once it is open
+    nodes: list[str] = field(default_factory=list)  # by rank
     pid: int = field(default_factory=os.getpid)
-    calls: Iterator[int] = field(
-        default_factory=lambda: itertools.count(1)
-    )  # numbers the on_rank calls
+    calls: list[int] = field(default_factory=lambda: [0, 0])  # on_rank calls: global, local
 
 
 # Weak keys: if somebody else destroys the group, our entry goes with it.
@@ -163,10 +151,9 @@ def open_group() -> OpenGroup | None:
         )
     if group.side is None:
         dist.barrier()  # it has the group's own timeout; new_group would wait for 30 minutes
-        side = dist.new_group(backend="gloo")
-        places = [_place(group.info.local_rank)] * group.info.world_size
-        dist.all_gather_object(places, places[0], group=side)
-        group.side, group.places = side, places
+        side, nodes = dist.new_group(backend="gloo"), [_node()] * group.info.world_size
+        dist.all_gather_object(nodes, nodes[0], group=side)
+        group.side, group.nodes = side, nodes
     return group
 
 
@@ -209,11 +196,11 @@ def _initialize_distributed(
     refuse_unsafe_restarts(launch)
     gpu = "" if backend == "gloo" else _gpu_id(_pick_device(launch.local_rank))
     rendezvous = Rendezvous(launch, timeout or DEFAULT_TIMEOUT)
-    place = _place(launch.local_rank, gpu)
+    report = _node(), gpu
     try:
-        reports = rendezvous.run("arrive", lambda: rendezvous.exchange(place))
-        places = [Place(*report) for report in reports]
-        device = _agree_on_device(launch, [place.gpu for place in places], backend)
+        reports = rendezvous.run("arrive", lambda: rendezvous.exchange(report))
+        nodes, gpus = map(list, zip(*reports, strict=True))
+        device = _agree_on_device(launch, gpus, backend)
         side = rendezvous.run("open the group", lambda: _open_groups(rendezvous, device))
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the current device belongs to the thread
@@ -227,7 +214,7 @@ def _initialize_distributed(
         raise
     assert rendezvous.store is not None
     info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
-    _groups[_default_group()] = OpenGroup(info, rendezvous.store, side, places)
+    _groups[_default_group()] = OpenGroup(info, rendezvous.store, side, nodes)
     return info
 
 
@@ -251,9 +238,10 @@ def _open_groups(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGr
     return side
 
 
-def _place(local_rank: int, gpu: str = "") -> Place:
-    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID", "")
-    return Place(f"{_host_id()} {node}", local_rank, gpu)
+def _node() -> str:
+    """Return a name for this node; torchrun and Slurm may run several nodes on one host."""
+    number = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID", "")
+    return f"{_host_id()} {number}"
 
 
 def _host_id() -> str:

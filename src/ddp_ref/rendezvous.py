@@ -30,8 +30,8 @@ ASK_TIMEOUT = 0.5  # seconds to find out which ranks are missing
 RETRY, WARN_AFTER = 0.1, 10.0  # seconds between attempts to reach the master; before a warning
 
 # The store at each master. It outlives its group, because another rank may call initialize_ddp
-# again before the rank that hosts the store does.
-_stores: dict[tuple[str, int], dist.TCPStore] = {}
+# again before the rank that hosts the store does. A forked child needs a connection of its own.
+_stores: dict[Any, dist.TCPStore] = {}
 
 
 class RendezvousError(RuntimeError):
@@ -50,6 +50,7 @@ class Rendezvous:
         self.launch, self.timeout = launch, timeout
         self.store: Any = None  # a dist.Store of this opening, once we are connected
         self._master: Any = (launch.master_addr, launch.master_port)
+        self._key = (*self._master, os.getpid())
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._given_up = Event()
 
@@ -89,7 +90,7 @@ class Rendezvous:
             if time.monotonic() < self._deadline:
                 raise self._failure(f"could not {stage}: {error}") from error
             # A timeout of torch's own, which does not say which rank is the cause.
-            raise self._late(self._ask_who_is_missing(), error) from error
+            raise self._late(self._ask_who_is_missing()) from error
         finally:
             del result
 
@@ -100,33 +101,30 @@ class Rendezvous:
         if hosts_store(self.launch):
             time.sleep(GRACE)  # the store ends with this process: let the others read what is in it
         else:
-            _stores.pop(self._master, None)
+            _stores.pop(self._key, None)
 
     def exchange(self, report: object) -> list[Any]:
         """Return what every rank reports at this stage, in rank order, once all have reached it.
 
-        Rank 0 collects the reports and publishes them; if ranks are missing, it publishes those.
+        Rank 0 decides for all ranks whether it has seen all of them in time.
         """
         if self.store is None:
             self.store = self._connect()
-        rank, stage = self.launch.rank, self._stage
-        self.store.set(f"{stage}/{rank}", json.dumps(report))
-        keys = [f"{stage}/{number}" for number in range(self.launch.world_size)]
-        complete = self._wait_for(self.store, keys if rank == 0 else [stage])
-        reports, missing = [], [] if complete else self._missing(self.store)
-        if rank == 0:
-            reports = [json.loads(self.store.get(key)) for key in keys] if complete else []
-            self.store.set(stage, json.dumps([reports, missing]))
-        elif complete:
-            reports, missing = json.loads(self.store.get(stage))
-        if missing or not complete:
+        keys = [f"{self._stage}/{rank}" for rank in range(self.launch.world_size)]
+        self.store.set(keys[self.launch.rank], json.dumps(report))
+        if self.launch.rank == 0:
+            missing = [] if self._wait_for(keys) else self._missing(self.store)
+            self.store.set(self._stage, json.dumps(missing))
+        elif not self._wait_for([self._stage]):
+            raise self._late(self._missing(self.store))
+        if missing := json.loads(self.store.get(self._stage)):
             raise self._late(missing)
-        return reports
+        return [json.loads(text) for text in self.store.multi_get(keys)]
 
-    def _wait_for(self, store: dist.Store, keys: list[str]) -> bool:
+    def _wait_for(self, keys: list[str]) -> bool:
         """Return whether all `keys` are in the store before the deadline."""
         pause = 0.001
-        while not store.check(keys):
+        while not self.store.check(keys):
             if time.monotonic() > self._deadline or self._given_up.is_set():
                 return False
             time.sleep(pause)
@@ -135,12 +133,8 @@ class Rendezvous:
 
     def _missing(self, store: dist.Store) -> list[int]:
         """Return the other ranks that have not reached the current stage."""
-        ranks = range(self.launch.world_size)
-        return [
-            rank
-            for rank in ranks
-            if rank != self.launch.rank and not store.check([f"{self._stage}/{rank}"])
-        ]
+        others = set(range(self.launch.world_size)) - {self.launch.rank}
+        return [rank for rank in sorted(others) if not store.check([f"{self._stage}/{rank}"])]
 
     def _ask_who_is_missing(self) -> list[int]:
         """Return the missing ranks while a step is stuck; none if the store does not answer.
@@ -161,40 +155,54 @@ class Rendezvous:
             thread.join(ASK_TIMEOUT)
         return answer
 
-    def _late(self, missing: list[int], error: Exception | None = None) -> RendezvousError:
-        problem = (
-            f"rank {', '.join(map(str, missing))} did not {self._stage} (timeout {self.timeout}): "
-            "check that it was started, did not fail (see its output) and can reach the master"
-            if missing
-            else f"the master does not answer (timeout {self.timeout}): check that rank 0, which "
+    def _late(self, missing: list[int]) -> RendezvousError:
+        if missing:
+            return self._failure(
+                f"rank {', '.join(map(str, missing))} did not {self._stage} (timeout "
+                f"{self.timeout}): check that it was started, did not fail (see its output) and "
+                "can reach the master"
+            )
+        return self._failure(
+            f"the master does not answer (timeout {self.timeout}): check that rank 0, which "
             "hosts the store, is running and reachable, or set MASTER_PORT to a free port"
         )
-        cause = f"; torch says: {error}".splitlines()[0] if error else ""
-        return self._failure(f"{problem}{cause}")
 
     def _failure(self, problem: str) -> RendezvousError:
         host, port = self._master
-        rank, world_size = self.launch.rank, self.launch.world_size
-        return RendezvousError(f"rank {rank} of {world_size}, master at {host}:{port}: {problem}")
+        who = f"rank {self.launch.rank} of {self.launch.world_size}, master at {host}:{port}"
+        return RendezvousError(f"{who}: {problem}".splitlines()[0])  # torch adds its C++ trace
 
     def _connect(self) -> dist.PrefixStore:
         """Return a store of this opening: no key in it is left from an earlier opening."""
-        if self._master not in _stores:
-            if not hosts_store(self.launch):
-                self._reach_master()
-            _stores[self._master] = self._open_store(hosts_store(self.launch))
+        if self._key not in _stores:
+            _stores[self._key] = self._open_store()
         # torchrun's agent keeps its store when it restarts the ranks, so number the attempts too.
-        attempt = (
-            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            if _agent_has_store(self.launch)
-            else "0"
-        )
+        kept = _agent_has_store(self.launch)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
         size = self.launch.world_size  # torchrun does not count a change of size as a restart
-        store = dist.PrefixStore(f"ddp_ref/{attempt}/{size}", _stores[self._master])
+        store = dist.PrefixStore(f"ddp_ref/{attempt}/{size}", _stores[self._key])
         opening = store.add(f"openings of rank {self.launch.rank}", 1)
         store = dist.PrefixStore(str(opening), store)
         store.set_timeout(self.timeout)
         return store
+
+    def _open_store(self) -> dist.TCPStore:
+        host, port = self._master
+        if not hosts_store(self.launch):
+            self._reach_master()
+        try:
+            return dist.TCPStore(
+                host,
+                port,
+                is_master=hosts_store(self.launch),
+                wait_for_workers=False,
+                multi_tenant=True,
+                timeout=timedelta(seconds=max(self._deadline - time.monotonic(), 1)),
+                use_libuv=sys.platform != "win32",  # torch's Windows builds have no libuv
+            )
+        except dist.DistError as error:
+            way_out = "set MASTER_PORT to a free port of rank 0's host"
+            raise self._failure(f"cannot open the store; {way_out}: {error}") from error
 
     def _reach_master(self) -> None:
         """Wait until the master accepts connections: torch hides a wrong name in a C++ trace."""
@@ -205,35 +213,14 @@ class Rendezvous:
                 socket.create_connection(self._master, max(left, RETRY)).close()
                 return
             except OSError as error:
-                problem = self._failure(
-                    f"cannot reach the master: {error}; check MASTER_ADDR and rank 0"
-                )
+                advice = "check MASTER_ADDR and rank 0"
+                problem = self._failure(f"cannot reach the master: {error}; {advice}")
                 if left < RETRY or self._given_up.is_set():
                     raise problem from error
             if time.monotonic() > warn_at:
                 warnings.warn(f"{problem}; still trying", stacklevel=2)
                 warn_at = self._deadline
             time.sleep(RETRY)
-
-    def _open_store(self, host: bool) -> dist.TCPStore:
-        master, port = self._master
-        try:
-            return dist.TCPStore(
-                master,
-                port,
-                is_master=host,
-                wait_for_workers=False,
-                multi_tenant=True,
-                timeout=timedelta(seconds=max(self._deadline - time.monotonic(), 1)),
-                use_libuv=sys.platform != "win32",  # torch's Windows builds have no libuv
-            )
-        except dist.DistError as error:
-            what = (
-                "cannot host the store; set MASTER_PORT to a free port"
-                if host
-                else "no store there"
-            )
-            raise self._failure(f"{what}: {error}") from error
 
 
 def hosts_store(launch: LaunchInfo) -> bool:

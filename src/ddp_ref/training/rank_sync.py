@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._outcomes import wait_for_outcomes
-from ..initialize import open_group
+from ..decorators import on_rank
 
 Value = float | Tensor  # a Python number or a tensor of one element
 
@@ -182,11 +181,10 @@ class RankSync:
     def _raise_failure(self) -> None:
         error, self.local.error = self.local.error, None
         with self.fatal_errors():
-            if group := open_group() if self.distributed else None:
-                ranks = range(dist.get_world_size())
-                wait_for_outcomes(group, "the callbacks of Handler.train", ranks, ranks, error)
-            elif error:
-                raise error
+            if self.distributed:
+                on_rank(range(dist.get_world_size()))(_raise)(error)
+            else:
+                _raise(error)
 
     def raise_unreported(self, cause: BaseException) -> None:
         """Raise a callback's error that no summary has reported yet; training ended by `cause`.
@@ -242,3 +240,8 @@ def caught_signals(into: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
     for number in into:
         signal.raise_signal(number)
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
