@@ -139,7 +139,9 @@ def test_a_rank_that_cannot_take_what_was_sent_says_so():
             resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, -1))
         on_rank(0, broadcast=True)(lambda: bytes(2**28))()
 
-    with pytest.raises(RuntimeError, match=r"rank 0 has sent something .* that cannot be read: MemoryError"):
+    with pytest.raises(
+        RuntimeError, match=r"rank 0 has sent something .* that cannot be read: MemoryError"
+    ):
         run_ranks(work, timeout=timedelta(seconds=60))
 
 

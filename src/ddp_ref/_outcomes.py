@@ -33,8 +33,9 @@ FOREVER = timedelta(days=365)  # the work may take as long as it likes
 LOOK_AFTER = 10.0  # seconds of waiting before a rank looks for ranks in other calls
 LOOK_EVERY = 1.0  # seconds between two looks
 GRACE = 2.0  # seconds to collect further problems after the first; must exceed LOOK_EVERY
-FRAME = 4096  # bytes of the first message; a call's name or a small result fits into it
+FRAME, SMALL = 4096, 2048  # bytes of the first message, and of a result that fits into it
 SIZES = Struct("!QQ")  # at the beginning of a frame: the bytes of the head and of the value
+ROOM = FRAME - SIZES.size
 WAKING_TAG = 2**31 - 1  # no call reaches this tag
 
 
@@ -63,9 +64,7 @@ class Call:
     max_wait: timedelta | None = None  # for the other ranks; None: as long as it takes
     awaited: int | None = None  # on an executing rank: which rank has not called yet
     over: Event = field(default_factory=Event)
-    answers: SimpleQueue[tuple[int, Outcome | None, dict[int, str]]] = field(
-        default_factory=SimpleQueue
-    )
+    answers: SimpleQueue[Any] = field(default_factory=SimpleQueue)  # (rank, outcome, problems)
 
     def __post_init__(self) -> None:
         self.me = self.opened.info.rank
@@ -159,7 +158,9 @@ class Call:
         try:
             self._send(executor, self.tag, self.text.encode())
             head, value = self._receive(executor, self.tag + 1)
-            outcome = pickle.loads(head)._replace(value=value)
+            outcome = pickle.loads(head)
+            if value:
+                outcome = outcome._replace(value=value)
             problems = outcome.problems | self._compare(executor, outcome.call)
             self.answers.put((executor, outcome, problems))
         except Exception as error:  # noqa: BLE001 - e.g. no memory for it; the main thread tells
@@ -175,10 +176,12 @@ class Call:
                 problems |= self._compare(peer, self._receive(peer, self.tag)[0].decode())
             except Exception as error:  # noqa: BLE001 - the main thread raises it
                 problems |= self._lost(peer, error)
-        head = pickle.dumps(mine._replace(value=b"", problems=problems))
+        head, value = mine._replace(value=b"", problems=problems), mine.value
+        if len(value) < SMALL:  # it needs no message of its own
+            head, value = head._replace(value=bytes(value)), b""
         for peer in peers:
             try:
-                self._send(peer, self.tag + 1, head, mine.value)
+                self._send(peer, self.tag + 1, pickle.dumps(head), value)
             except Exception as error:  # noqa: BLE001 - the main thread raises it
                 problems = self._lost(peer, error) | problems
         self.answers.put((self.me, mine, problems))
@@ -198,12 +201,9 @@ class Call:
                     self.answers.put((int(rank), None, self._compare(int(rank), text)))
 
     def _send(self, peer: int, tag: int, head: bytes, value: Any = b"") -> None:
-        """Send `head` and `value`: in one message if they fit into a frame, else in several."""
-        room = FRAME - SIZES.size
-        fits = len(head) + len(value) <= room
-        start = head + bytes(value) if fits else head[:room]
-        frame = bytearray(SIZES.pack(len(head), len(value)) + start).ljust(FRAME, b"\0")
-        for part in (frame,) if fits else (frame, bytearray(head[room:]), value):
+        """Send a frame with the sizes and the beginning of `head`, then what is left of both."""
+        start = SIZES.pack(len(head), len(value)) + head[:ROOM]
+        for part in (bytearray(start.ljust(FRAME, b"\0")), bytearray(head[ROOM:]), value):
             if len(part):
                 self.opened.side.send([_tensor(part)], peer, tag).wait(FOREVER)
 
@@ -218,11 +218,8 @@ class Call:
 
         frame = receive(FRAME)
         head_size, value_size = SIZES.unpack_from(frame)
-        start = frame[SIZES.size :]
-        if head_size + value_size <= len(start):
-            return start[:head_size], start[head_size : head_size + value_size]
-        head = start[:head_size] + receive(max(0, head_size - len(start)))
-        return head, receive(value_size)
+        head = frame[SIZES.size : SIZES.size + head_size]
+        return head + receive(head_size - len(head)), receive(value_size)
 
     def _wake(self, threads: Sequence[Thread]) -> None:
         """At exit, end the threads of a wait that was given up.
@@ -256,13 +253,10 @@ class Call:
         return {} if text == self.text else {rank: problem}
 
     def _timeout(self, late: Sequence[int]) -> TimeoutError:
-        cause = f"rank {self.awaited} has not called {self.text}"
-        if self.me not in late:
-            names = ", ".join(map(str, late))
-            cause = f"rank {names} has not finished {self.text}, or waits for ranks to call it"
+        rank = self.awaited if self.me in late else late[0]
         return TimeoutError(
-            f"max_wait={self.max_wait} is over and {cause}: look at its output, or pass a longer "
-            "max_wait (None waits as long as it takes)"
+            f"{self.text} has not ended within max_wait={self.max_wait}, it waits for rank {rank}: "
+            "look at that rank's output, or pass a longer max_wait (None waits for ever)"
         )
 
 
@@ -281,16 +275,13 @@ def pack_exception(
             reference, so the receiver gets its own class and its `except` catches it.
     """
     with_name = "".join(traceback.format_exception_only(type(error), error)).strip()
-    return pickle.dumps((_pickled(error, dumps), with_name, describe(error)))
-
-
-def _pickled(error: BaseException, dumps: Sequence[Callable[[Any], bytes]]) -> bytes | None:
+    pickled = None
     for dump in dumps:
         with suppress(Exception):  # __reduce__ and __init__ are the user's: anything may happen
-            pickled = dump(error)
-            if type(pickle.loads(pickled)) is type(error):
-                return pickled
-    return None
+            copy = dump(error)
+            if pickled is None and type(pickle.loads(copy)) is type(error):
+                pickled = copy
+    return pickle.dumps((pickled, with_name, describe(error)))
 
 
 def unpack_exception(packed: bytes, where: str) -> BaseException:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -21,24 +21,10 @@ from .initialize import open_group
 P = ParamSpec("P")
 R = TypeVar("R")
 Ranks = int | list[int] | tuple[int, ...] | set[int] | range
+Join = Callable[[], tuple[bool, Call | None]]
 
 # Held while a body runs. The other ranks wait for that body, so nothing can be exchanged meanwhile.
 _body = Lock()
-
-
-class _Plan(NamedTuple):
-    """The arguments of one on_rank or rank_first."""
-
-    name: str
-    ranks: tuple[int, ...]
-    local: bool = False
-    barrier: bool = False
-    broadcast: bool = False
-    max_wait: timedelta | None = None
-
-    def __str__(self) -> str:
-        numbers = ", ".join(map(str, self.ranks))
-        return f"{self.name} on {'local ' if self.local else ''}rank {numbers}"
 
 
 def on_rank(
@@ -94,12 +80,12 @@ def on_rank(
         )
 
     def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
-        plan = _Plan(_name_of(func), ranks, local, barrier, broadcast, max_wait)
+        join = functools.partial(_join, _name_of(func), ranks, local, max_wait)
 
         @functools.wraps(func)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
             # The rest is in a function of this module, so cloudpickle can send what we decorate.
-            return _run(functools.partial(func, *args, **kwargs), plan)
+            return _run(functools.partial(func, *args, **kwargs), join, barrier, broadcast)
 
         return wrapper
 
@@ -119,12 +105,12 @@ def rank_first(rank: int = 0, *, local: bool = False) -> AbstractContextManager[
     """
     caller = sys._getframe(1)
     place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
-    return _rank_first(_Plan(f"rank_first at {place}", (operator.index(rank),), local))
+    return _rank_first(f"rank_first at {place}", operator.index(rank), local)
 
 
-def _run(work: Callable[[], R], plan: _Plan) -> R | None:
+def _run(work: Callable[[], R], join: Join, barrier: bool, broadcast: bool) -> R | None:
     """Do `work` on the executing ranks and wait for its end on all ranks."""
-    executes, call = _join(plan)
+    executes, call = join()
     if call is None:
         return work() if executes else None
     result, error, packed = None, None, memoryview(b"")
@@ -132,7 +118,7 @@ def _run(work: Callable[[], R], plan: _Plan) -> R | None:
         try:
             with _body:
                 result = work()
-            if plan.broadcast and call.me == call.executors[0]:
+            if broadcast and call.me == call.executors[0]:
                 packed = pack_object(result)
         except BaseException as caught:  # noqa: BLE001 - raised below, on all ranks
             error = caught
@@ -140,14 +126,14 @@ def _run(work: Callable[[], R], plan: _Plan) -> R | None:
         shared = call.wait_for_outcomes(error, packed)
     finally:
         del error  # otherwise this frame keeps the exception, and that the body's locals
-    if plan.barrier:
+    if barrier:
         dist.barrier()
-    return unpack_object(shared) if plan.broadcast and not executes else result
+    return unpack_object(shared) if broadcast and not executes else result
 
 
 @contextmanager
-def _rank_first(plan: _Plan) -> Iterator[None]:
-    executes, call = _join(plan)
+def _rank_first(name: str, rank: int, local: bool) -> Iterator[None]:
+    executes, call = _join(name, (rank,), local)
     if call is None:
         yield
         return
@@ -167,7 +153,9 @@ def _rank_first(plan: _Plan) -> Iterator[None]:
             yield
 
 
-def _join(plan: _Plan) -> tuple[bool, Call | None]:
+def _join(
+    name: str, ranks: tuple[int, ...], local: bool, max_wait: timedelta | None = None
+) -> tuple[bool, Call | None]:
     """Return whether this rank does the work, and the call if there is anybody to exchange with.
 
     Raises:
@@ -175,18 +163,18 @@ def _join(plan: _Plan) -> tuple[bool, Call | None]:
     """
     opened = open_group()
     me, nodes = (opened.info.rank, opened.nodes) if opened else (0, [""])
-    node = [rank for rank, name in enumerate(nodes) if name == nodes[me]]
-    members: Sequence[int] = node if plan.local else range(len(nodes))
-    count = max(Counter(nodes).values()) if plan.local else len(nodes)
-    if not plan.ranks or not set(plan.ranks) <= set(range(count)):
-        listed = ", ".join(map(str, plan.ranks)) or "none"
-        what = "local ranks" if plan.local else "ranks of this world"
-        raise ValueError(f"{plan.name}: the {what} are 0 to {count - 1}, not {listed}")
-    executors = [members[number] for number in plan.ranks if number < len(members)]
-    executes = me in executors
+    node = [rank for rank, other in enumerate(nodes) if other == nodes[me]]
+    members: Sequence[int] = node if local else range(len(nodes))
+    count = max(Counter(nodes).values()) if local else len(nodes)
+    listed = ", ".join(map(str, ranks))
+    if not ranks or not set(ranks) <= set(range(count)):
+        what = "local ranks" if local else "ranks of this world"
+        raise ValueError(f"{name}: the {what} are 0 to {count - 1}, not {listed or 'none'}")
+    executors = [members[number] for number in ranks if number < len(members)]
     if opened is None or len(members) == 1 or not executors or _body.locked():
-        return executes, None
-    return executes, Call(opened, str(plan), executors, members, node, plan.max_wait)
+        return me in executors, None
+    text = f"{name} on {'local ' if local else ''}rank {listed}"
+    return me in executors, Call(opened, text, executors, members, node, max_wait)
 
 
 def _as_ranks(rank: Ranks) -> tuple[int, ...]:

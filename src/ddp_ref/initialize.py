@@ -111,7 +111,7 @@ def initialize_ddp(
 def cleanup_ddp() -> None:
     """Close the process group and every group made from it. Without a group, do nothing."""
     if dist.is_available() and dist.is_initialized():
-        group = weakref.ref(_default_group())
+        group = weakref.ref(dist.distributed_c10d._get_default_group())
         dist.destroy_process_group()
         if group():  # a DDP model, or torch itself, still holds it, so its threads keep running
             linger()
@@ -212,9 +212,9 @@ def _initialize_distributed(
         rendezvous.give_up()
         cleanup_ddp()
         raise
-    assert rendezvous.store is not None
     info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
-    _groups[_default_group()] = OpenGroup(info, rendezvous.store, side, nodes)
+    group = dist.distributed_c10d._get_default_group()
+    _groups[group] = OpenGroup(info, rendezvous.store, side, nodes)
     return info
 
 
@@ -310,15 +310,9 @@ def _resolve_device(device: torch.device | str) -> torch.device:
     return torch.device("cpu")
 
 
-def _default_group() -> dist.ProcessGroup:
-    group: dist.ProcessGroup | None = dist.group.WORLD
-    assert group is not None
-    return group
-
-
 def _known_group() -> OpenGroup:
     """Return what we know about the default group, even if other code opened it."""
-    default = _default_group()
+    default = dist.distributed_c10d._get_default_group()
     if default not in _groups:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         local_rank = _local_rank(rank, world_size)

@@ -35,46 +35,38 @@ def seed_host(seed: int, *parts: int) -> None:
 @contextmanager
 def borrowed_generators() -> Iterator[None]:
     """Restore the CPU generators after the block, whatever the block draws."""
-    before = host_state()
+    before = generator_state()
     try:
         yield
     finally:
-        set_host_state(before)
+        set_generator_state(before)
 
 
-def host_state() -> dict[str, Any]:
-    """Return the state of the CPU generators; `torch.load(weights_only=True)` accepts it."""
+def generator_state(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the state of the CPU generators and, if `device` is a GPU, of its generator.
+
+    `torch.load(weights_only=True)` accepts it.
+    """
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "random": random.getstate()}
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = (name, keys.tolist(), *rest)
-    return state
-
-
-def set_host_state(state: dict[str, Any]) -> None:
-    """Set the CPU's global generators to what `host_state` returned."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["random"])
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-
-
-def generator_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of all generators that code on `device` draws from."""
-    state = host_state()
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
-def set_generator_state(state: dict[str, Any], device: torch.device) -> None:
+def set_generator_state(state: dict[str, Any], device: torch.device | None = None) -> None:
     """Set the generators to what `generator_state` returned.
 
     If `device` is of another type than the saved one, this restores only the CPU generators, so
     numbers drawn on the device do not continue the saved sequence.
     """
-    set_host_state(state)
-    if device.type == "cuda" and "cuda" in state:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["random"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if device is not None and device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 

@@ -156,16 +156,15 @@ class Rendezvous:
         return answer
 
     def _late(self, missing: list[int]) -> RendezvousError:
-        if missing:
-            return self._failure(
-                f"rank {', '.join(map(str, missing))} did not {self._stage} (timeout "
-                f"{self.timeout}): check that it was started, did not fail (see its output) and "
-                "can reach the master"
-            )
-        return self._failure(
-            f"the master does not answer (timeout {self.timeout}): check that rank 0, which "
+        problem = (
+            f"rank {', '.join(map(str, missing))} did not {self._stage} (timeout {self.timeout}): "
+            "check that each was started, can reach the master, and has neither failed nor frozen "
+            "(one can block the others)"
+            if missing
+            else f"the master does not answer (timeout {self.timeout}): check that rank 0, which "
             "hosts the store, is running and reachable, or set MASTER_PORT to a free port"
         )
+        return self._failure(problem)
 
     def _failure(self, problem: str) -> RendezvousError:
         host, port = self._master
