@@ -1,8 +1,10 @@
 """The package copied into another project, under another name, works; and it imports little."""
 
 import ast
+import io
 import shutil
 import sys
+import tokenize
 import zipfile
 
 import pytest
@@ -182,3 +184,41 @@ def test_what_pip_installs_has_the_package_and_the_data(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {f"ddp_ref/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
     assert files | {"datautils.py", "ddp_ref/py.typed"} <= names
+
+
+BUDGETS = {  # lines of code, a tenth above the design's; docstrings and comments are free
+    "core": ([f"{name}.py" for name in CORE if name != "randomness"], 1045),
+    "workers": (["workers/*.py"], 385),
+    "doctor": (["doctor.py"], 198),
+}
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+
+def lines_of_code(text: str) -> int:
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            first = node.body[0]
+            lines.difference_update(range(first.lineno, first.end_lineno + 1))
+    return len(lines)
+
+
+@pytest.mark.parametrize(("patterns", "limit"), BUDGETS.values(), ids=BUDGETS)
+def test_the_package_stays_small(patterns, limit):
+    files = [file for pattern in patterns for file in sorted(PACKAGE.glob(pattern))]
+    lines = {file.name: lines_of_code(file.read_text()) for file in files}
+    assert 0 < sum(lines.values()) <= limit, lines
+    assert max(lines.values()) <= 250, lines
+
+
+def test_lines_of_code_are_counted_without_docstrings_and_comments():
+    text = '"""Doc.\n\nMore."""\n\n# why\ndef f(\n    a,  # one\n):\n    """Do."""\n    return a\n'
+    assert lines_of_code(text) == 4

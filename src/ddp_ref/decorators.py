@@ -56,8 +56,10 @@ def on_rank(
             unpickled, the receivers raise.
         max_wait: Stop waiting for other ranks after this time. It does not bound the work itself.
             Default: wait as long as it takes.
-        local: `rank` means local ranks: the function runs on these ranks of every node. Each rank
-            waits for its own node only, and an exception is raised on the ranks of that node.
+        local: `rank` means local ranks, counted on each node in the order of the ranks: the
+            function runs on these ranks of every node. Each rank waits for its own node only, and
+            an exception is raised on the ranks of that node. A node may leave a local call out if
+            all of its ranks do.
 
     Returns:
         A decorator. The decorated function returns its result on the executing ranks, and None on

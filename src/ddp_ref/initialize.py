@@ -64,7 +64,8 @@ def initialize_ddp(
 ) -> DistInfo:
     """Open the process group that this process was launched for (collective: all ranks call).
 
-    A second call returns the same DistInfo.
+    A second call returns the same DistInfo. If the opening fails, start all ranks again: a rank
+    that tries again alone waits for the others until its timeout.
 
     Args:
         timeout: Bounds the opening and every collective. Default: 60 minutes. A shorter timeout
@@ -114,20 +115,17 @@ def cleanup_ddp() -> None:
         group = weakref.ref(dist.distributed_c10d._get_default_group())
         dist.destroy_process_group()
         if group():  # a DDP model, or torch itself, still holds it, so its threads keep running
-            linger()
+            wait_until_gloo_is_idle()
 
 
-def linger(longest: float = 30.0) -> None:
-    """Wait until gloo's threads are idle: asleep, and not scheduled between two checks.
+def wait_until_gloo_is_idle() -> None:
+    """Wait until gloo's threads sleep and are not scheduled between two checks, 30 s at most.
 
     These threads take the GIL to release the last tensors. If Python is shutting down by then, the
     process aborts (up to Python 3.13). Freeing the last DDP model joins gloo's threads while
     holding the GIL that they need.
-
-    Args:
-        longest: Seconds after which to stop waiting.
     """
-    before, now, deadline = None, _gloo_activity(), time.monotonic() + longest
+    before, now, deadline = None, _gloo_activity(), time.monotonic() + 30
     while before != now and time.monotonic() < deadline:
         time.sleep(0.2)
         before, now = now, _gloo_activity()

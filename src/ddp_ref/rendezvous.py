@@ -212,8 +212,7 @@ class Rendezvous:
                 socket.create_connection(self._master, max(left, RETRY)).close()
                 return
             except OSError as error:
-                advice = "check MASTER_ADDR and rank 0"
-                problem = self._failure(f"cannot reach the master: {error}; {advice}")
+                problem = self._failure(f"cannot reach the master: {error}; check MASTER_ADDR")
                 if left < RETRY or self._given_up.is_set():
                     raise problem from error
             if time.monotonic() > warn_at:

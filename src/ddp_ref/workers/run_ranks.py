@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from ..initialize import cleanup_ddp, linger
+from ..initialize import cleanup_ddp, wait_until_gloo_is_idle
 from .process import LEAVE, Worker, run_all, worker_environment
 from .serialization import dumps
 
@@ -74,7 +74,7 @@ def run_ranks(
 def _as_rank(_device: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Call `func` in the rank."""
     # A group that the function leaves open is closed at exit, after the result was sent.
-    atexit.register(linger)
+    atexit.register(wait_until_gloo_is_idle)
     atexit.register(cleanup_ddp)
     return func(*args, **kwargs)
 
