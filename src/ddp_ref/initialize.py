@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from .slurm import first_host
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
+LONGEST_CLEANUP = 1.0  # seconds, after an opening that failed
 _first_host_from_slurm_nodelist = first_host
 
 
@@ -208,7 +210,9 @@ def _initialize_distributed(
                 torch.set_num_threads(cores_per_rank(launch))
     except BaseException:
         rendezvous.give_up()
-        cleanup_ddp()
+        cleanup = Thread(target=cleanup_ddp, daemon=True)  # nccl may wait for the other ranks there
+        cleanup.start()
+        cleanup.join(LONGEST_CLEANUP)
         raise
     info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
     group = dist.distributed_c10d._get_default_group()
