@@ -1,23 +1,28 @@
 """What the collectives promise, checked on every rank: run by test_collectives.py."""
 
 import math
+import pickle
 import resource
 import sys
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rank_checks import raised, run_checks
 
 from ddp_ref.collectives import (
+    PickleFile,
     barrier,
     broadcast_object,
     gather_objects,
     gather_tensors,
+    pack_object,
     reduce_max,
     reduce_mean,
     reduce_min,
     reduce_sum,
+    unpack_object,
 )
 from ddp_ref.training.sharded_data import gather_rows
 
@@ -442,6 +447,46 @@ def check_a_gather_costs_rank_0_little_beyond_its_result():
     extra = _peak_memory() - before
     assert extra < (nbytes * (world + 0.5) if me == 0 else nbytes / 2), extra
     assert (parts is None) == (me > 0)
+
+
+def check_packing_takes_the_size_of_the_object_once():
+    """torch.save would take two or three times the size of what holds arrays and tensors."""
+    size = 2**24
+    value = {
+        "tensor": torch.ones(size // 4),
+        "array": np.ones(size, np.uint8),
+        "bytes": b"x" * size,
+        "list": [torch.ones(size // 40) for _ in range(10)],
+    }
+    pack_object(value["list"][:1])
+    before = _peak_memory()
+    packed = pack_object(value)
+    extra = _peak_memory() - before
+    assert extra < 1.25 * 4 * size, extra
+    copy = unpack_object(packed)
+    assert torch.equal(copy["tensor"], value["tensor"]) and copy["bytes"] == value["bytes"]
+
+
+def check_packing_sends_the_part_that_a_view_shows():
+    whole = torch.arange(1e6)
+    values = {"whole": whole[:6], "part": whole[10:12].requires_grad_(), "strided": whole[:9:3]}
+    packed = pack_object(values)
+    assert len(packed) < 4000
+    copies = unpack_object(packed)
+    assert all(torch.equal(copies[name], tensor) for name, tensor in values.items())
+    assert copies["part"].requires_grad and not copies["strided"].requires_grad
+    table = torch.zeros(2, 3)
+    one, other, nothing = unpack_object(pack_object((table, table.t(), table[:0])))
+    one[1, 2] = 7
+    assert other[2, 1] == 7 and nothing.shape == (0, 3)  # what shared its memory still does
+
+
+def check_a_copy_of_a_cuda_tensor_is_freed_once_it_is_written():
+    """A pickler keeps all that it has seen: here copies on the CPU, which nothing else needs."""
+    array = np.ones(10**6)
+    data = pickle.PickleBuffer(array)
+    pickle.Pickler(PickleFile(), 5).dump([data, data])
+    raised(ValueError, data.raw)
 
 
 def _peak_memory():

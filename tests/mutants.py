@@ -177,8 +177,8 @@ MUTATIONS = (
         "dead-worker-kept",
         "A ParallelExecutor cannot be used again after one of its workers died.",
         "workers/executor.py",
-        "if worker is not None and worker.alive:",
-        "if worker is not None:",
+        "if worker.alive:",
+        "if True:",
         "test_parallel_execution.py",
         "dead_worker",
     ),
@@ -248,9 +248,9 @@ MUTATIONS = (
     Mutation(
         "view-loses-requires-grad",
         "A returned view of a larger tensor comes back without its requires_grad.",
-        "workers/serialization.py",
-        "obj.detach().clone().requires_grad_(obj.requires_grad)",
-        "obj.detach().clone()",
+        "collectives.py",
+        "tensor.detach().clone().requires_grad_(tensor.requires_grad)",
+        "tensor.detach().clone()",
         "test_parallel_execution.py",
         "results_come_back",
     ),
@@ -337,7 +337,7 @@ MUTATIONS = (
 )
 
 UNNOTICED = {  # no test notices these yet
-    *("detection-weight", "view-loses-requires-grad", "lowest-loss-too-early"),
+    *("detection-weight", "lowest-loss-too-early"),
     *("scheduler-state-dropped", "other-default-in-yaml"),
 }
 PACKAGE = Path("src") / "ddp_ref"

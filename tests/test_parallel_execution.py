@@ -19,7 +19,7 @@ import pytest
 import torch
 from harness import Running, run
 
-from ddp_ref import ParallelExecutor, parallel_on_all_devices, parallelize_on_gpus
+from ddp_ref import ParallelExecutor, collectives, parallel_on_all_devices, parallelize_on_gpus
 from ddp_ref.workers import serialization
 
 Point = namedtuple("Point", "x y")
@@ -54,6 +54,7 @@ def _executor_without_cuda(patch: pytest.MonkeyPatch) -> ParallelExecutor:
 def test_results_come_back_as_they_went_in_device_order(two):
     def work(device, data, *, scale):
         grows = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+        whole = torch.zeros(6)
         made = grows * 2
         made.sum().backward()
         return {
@@ -62,6 +63,8 @@ def test_results_come_back_as_they_went_in_device_order(two):
             "nested": [Point((data.to(device) * scale, grows), {"set": {1}}), None],
             "array": np.arange(6).reshape(2, 3),
             "view": torch.arange(1e7)[-2:],
+            "leaf": torch.ones(3, requires_grad=True)[:2],
+            "shared": [whole, whole.view(2, 3)],
         }
 
     results = two.run(work, torch.tensor([1, 2, 3]), scale=2)
@@ -73,6 +76,10 @@ def test_results_come_back_as_they_went_in_device_order(two):
         assert (grows.dtype, grows.shape, grows.requires_grad) == (torch.bfloat16, (2, 3), True)
         assert grows.grad is None and result["made"].grad_fn is None
         assert result["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert result["leaf"].requires_grad and not result["view"].requires_grad
+        whole, matrix = result["shared"]
+        whole[5] = 1
+        assert matrix[1, 2] == 1
         assert result["view"].tolist() == [9999998.0, 9999999.0]
         assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB that it is part of
     pids = _pids(two)
@@ -138,7 +145,7 @@ def test_an_exception_keeps_its_type_and_the_workers_live_on(two):
     with pytest.raises(Local, match="said so") as caught:
         two.run(fail, "local")
     (note,) = caught.value.__notes__
-    assert note.startswith("raised on CPU worker ") and 'raise Local("said so")' in note
+    assert note.startswith("raised on worker ") and 'raise Local("said so")' in note
     with pytest.raises(RuntimeError, match="TwoArguments: 1 and 2"):
         two.run(fail, "two arguments")
     with pytest.raises(TypeError, match="the result cannot be pickled"):
@@ -147,7 +154,7 @@ def test_an_exception_keeps_its_type_and_the_workers_live_on(two):
         two.run(lambda device, data: data, (n for n in ()))
     with pytest.raises(TypeError, match="device is passed by the executor"):
         two.run(lambda device: device, device=CPU)
-    with pytest.raises(RuntimeError, match=r"CPU worker \d exited with code 5, by sys.exit"):
+    with pytest.raises(RuntimeError, match=r"worker \d on cpu exited with code 5, by sys.exit"):
         two.run(lambda device: sys.exit(5))
     assert _pids(two) == before
 
@@ -158,7 +165,9 @@ def test_a_result_that_cannot_be_unpickled_names_its_worker(two):
             return int, ("not a number",)
 
     before = _pids(two)
-    with pytest.raises(TypeError, match=r"result of CPU worker \d cannot be unpickled: ValueError"):
+    with pytest.raises(
+        TypeError, match=r"result of worker \d on cpu cannot be unpickled: ValueError"
+    ):
         two.run(lambda device: Broken())
     assert _pids(two) == before
 
@@ -199,34 +208,37 @@ def test_an_executor_that_is_dropped_leaves_neither_process_nor_thread():
 
 
 @pytest.mark.parametrize(
-    ("location", "gpu", "gpus", "arrives"),
+    ("device", "gpus", "arrives"),
     [
-        ("cpu", "cuda:1", 2, "cpu"),  # an argument on the CPU stays there
-        ("cuda:0", "cuda:1", 2, "cuda:1"),  # on a worker's own GPU
-        ("cuda:1", "cpu", 2, "cpu"),  # on a worker without a GPU
-        ("cuda:1", "cuda", 2, "cuda"),  # the current GPU of a rank
-        ("cuda:1", "cuda", 0, "cpu"),  # a rank that sees no GPU
-        ("cuda:1", None, 2, "cuda:1"),  # a result stays where it was
-        ("cuda:1", None, 1, "cpu"),  # a result from a GPU that is not visible here
+        ("cpu", 2, "cpu"),
+        ("cuda", 2, "cuda"),  # an argument: on a worker's own GPU, which is its current one
+        ("cuda", 0, "cpu"),  # an argument of a rank that sees no GPU
+        ("cuda:1", 2, "cuda:1"),  # a result stays where it was
+        ("cuda:1", 1, "cpu"),  # a result from a GPU that is not visible here
     ],
 )
-def test_where_a_tensor_arrives(location, gpu, gpus, arrives, monkeypatch):
+def test_where_a_tensor_arrives(device, gpus, arrives, monkeypatch):
+    moved = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert serialization.destination(location, gpu) == arrives
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or self)
+    assert bytes(collectives._restore(bytearray(b"abc"), device)) == b"abc"
+    assert moved == [arrives]
 
 
-def test_each_tensor_is_asked_where_it_arrives(monkeypatch):
-    asked = []
+def test_an_argument_goes_to_the_current_gpu_and_a_result_to_its_own(monkeypatch):
+    """Where pickle is told that the memory of each tensor arrives."""
+    sent = []
 
-    def destination(location, gpu):
-        asked.append((location, gpu))
-        return "meta"
+    def reduce_storage(storage, device=None):
+        sent.append(device)
+        return torch.UntypedStorage, (storage.nbytes(),)
 
-    packed = serialization.dumps("the value", {"nested": [torch.ones(2), torch.nn.Linear(1, 1)]})
-    monkeypatch.setattr(serialization, "destination", destination)
-    ones, linear = serialization.loads(packed, "cuda:1")["nested"]
-    assert {ones.device.type, linear.weight.device.type, linear.bias.device.type} == {"meta"}
-    assert asked == [("cpu", "cuda:1")] * 3
+    monkeypatch.setattr(serialization, "reduce_storage", reduce_storage)
+    value = {"nested": [torch.ones(2), torch.nn.Linear(1, 1)]}
+    for keep_device, devices in [(True, ["cpu"] * 3), (False, [])]:
+        sent.clear()
+        serialization.dumps("the value", value, keep_device)
+        assert sent == devices
 
 
 def test_a_dead_worker_is_named_and_replaced(tmp_path):
@@ -240,7 +252,7 @@ def test_a_dead_worker_is_named_and_replaced(tmp_path):
     ends = {"SIGKILL": "was killed by SIGKILL", "exit": "exited with code 3"}
     with _executor(2) as executor:
         for kind, end in ends.items():
-            with pytest.raises(RuntimeError, match=f"worker (on )?[a-z0-9:]+ {end}"):
+            with pytest.raises(RuntimeError, match=rf"worker \d on [a-z0-9:]+ {end}"):
                 executor.run(die, kind)
             assert executor.run(lambda device, data: data, 1) == [1, 1]
         first, second = _pids(executor)
@@ -307,6 +319,15 @@ def test_data_parallel_runs_the_whole_batch_without_cuda():
     assert (forward.__name__, forward.__doc__) == ("forward", "Say what it does.")
 
 
+def test_data_parallel_takes_a_module_and_a_function(monkeypatch):
+    """A module cannot be another module's `forward`; DataParallel itself needs GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.nn, "DataParallel", lambda module: module)
+    linear, batch = torch.nn.Linear(3, 2), torch.randn(8, 3)
+    for func in (linear, lambda chunk: linear(chunk)):
+        assert torch.equal(parallel_on_all_devices(func)(batch), linear(batch))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_gpus_each_worker_has_its_own_and_tensors_stay_there():
@@ -321,6 +342,8 @@ def test_on_gpus_each_worker_has_its_own_and_tensors_stay_there():
         ParallelExecutor(count + 1)
     batch = torch.randn(8, 3, device="cuda:0")
     assert torch.equal(parallel_on_all_devices(lambda chunk: chunk * 2)(batch), batch * 2)
+    linear = torch.nn.Linear(3, 3).cuda()
+    assert torch.allclose(parallel_on_all_devices(linear)(batch), linear(batch))
 
 
 DOCUMENTED = """

@@ -12,7 +12,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__package__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("doctor", help="check this machine; exit code 1 for a problem")
-    command.add_argument("--json", action="store_true", help="print one JSON list of findings")
+    command.add_argument("--json", action="store_true", help="print one JSON list of results")
     arguments = parser.parse_args()
     try:
         return doctor(as_json=arguments.json)

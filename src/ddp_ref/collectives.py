@@ -5,11 +5,12 @@ in a world of one, each function returns what a single rank would get. A rank wh
 sent raises, and must then exit, because the other ranks wait for its value.
 """
 
+import copyreg
+import functools
 import io
 import math
 import pickle
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -171,34 +172,72 @@ def barrier() -> None:
 
 
 def pack_object(obj: object) -> memoryview:
-    """Return `obj` pickled, tensors included, in a buffer that torch can send without a copy."""
-    buffer = io.BytesIO()
-    with suppress(_HasTensors):
-        _PlainPickler(buffer, 5).dump(obj)  # far faster than torch.save, and it copies less
-        return buffer.getbuffer()
-    buffer = io.BytesIO()
-    torch.save(obj, buffer, pickle_protocol=5)  # the default of 2 is slow on bytes and arrays
+    """Return `obj` pickled, in a buffer that torch can send without another copy.
+
+    A CUDA tensor arrives on the receiver's current CUDA device, or on the CPU if it sees none. A
+    view of part of a tensor becomes a copy of that part.
+    """
+    buffer = PickleFile()
+    pickler = pickle.Pickler(buffer, 5)
+    pickler.dispatch_table = {**copyreg.dispatch_table, **REDUCERS}
+    pickler.dump(obj)
     return buffer.getbuffer()
 
 
 def unpack_object(packed: bytes | bytearray | memoryview) -> Any:
-    """Return what pack_object packed. Unpickling can run code: only for bytes of our own ranks.
+    """Return what pack_object packed. Unpickling can run code: only for bytes of our own ranks."""
+    return pickle.loads(packed)
 
-    CUDA tensors move to the current CUDA device, or to the CPU if there is none.
+
+class PickleFile(io.BytesIO):
+    """The file of a pickler, which frees a CUDA tensor's copy on the CPU once that is written.
+
+    The pickler itself would keep all copies until the end.
     """
-    if packed[0] == pickle.PROTO[0]:  # torch.save's archive begins with another byte
-        return pickle.loads(packed)
-    return torch.load(io.BytesIO(packed), map_location=_to_own_device, weights_only=False)
+
+    def write(self, data: Any) -> int:
+        size = super().write(data)
+        if isinstance(data, pickle.PickleBuffer):
+            data.release()
+        return size
 
 
-class _HasTensors(Exception):
-    """The object holds tensors, which need torch.save to arrive on another device."""
+def reduce_storage(storage: torch.UntypedStorage, device: str | None = None) -> tuple[Any, ...]:
+    """Return how to pickle the memory of tensors in one copy; torch's own way takes several.
+
+    Args:
+        storage: The memory.
+        device: Where it arrives. Default: the receiver's current device of the same type.
+    """
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return _restore, (pickle.PickleBuffer(flat.cpu().numpy().data), device or storage.device.type)
 
 
-class _PlainPickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> None:
-        if isinstance(obj, Tensor | torch.UntypedStorage | torch.TypedStorage):
-            raise _HasTensors
+def _restore(data: bytearray, device: str) -> torch.UntypedStorage:
+    """Return the received memory, on the CPU if `device` is a GPU that is not visible here."""
+    flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+    gpu = torch.device(device)
+    visible = gpu.type != "cuda" or (gpu.index or 0) < torch.cuda.device_count()
+    return flat.to(device if visible else "cpu").untyped_storage()
+
+
+def _reduce_typed_storage(storage: torch.TypedStorage) -> tuple[Any, ...]:
+    untyped = {"wrap_storage": storage._untyped_storage, "dtype": storage.dtype}
+    return functools.partial(torch.TypedStorage, **untyped, _internal=True), ()
+
+
+def _reduce_tensor(tensor: Any) -> Any:
+    strided = tensor.layout is torch.strided
+    if strided and tensor.untyped_storage().nbytes() > tensor.nbytes:  # all of it would be sent
+        tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return tensor.__reduce_ex__(5)
+
+
+REDUCERS: dict[Any, Any] = {  # for a pickler's dispatch_table
+    Tensor: _reduce_tensor,
+    torch.TypedStorage: _reduce_typed_storage,
+    torch.UntypedStorage: reduce_storage,
+}
 
 
 def exchange_objects(own: T) -> list[T]:
@@ -230,10 +269,6 @@ def move_tensor(own: Any, form: Any, src: int, to_all: bool = False) -> Tensor |
         else:
             dist.recv(flat, src)
     return whole.to("cpu", copy=sends) if receives else None
-
-
-def _to_own_device(storage: Any, location: str) -> Any:
-    return storage.cuda() if location.startswith("cuda") and torch.cuda.is_available() else storage
 
 
 def _world_size() -> int:

@@ -1,4 +1,4 @@
-"""Check what this machine and this launch can run: one line per check, with the way out."""
+"""Check what this machine and this launch can run: one line per check, with advice."""
 
 import ipaddress
 import json
@@ -8,13 +8,14 @@ import re
 import shutil
 import socket
 import sys
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from datetime import timedelta
 from math import inf
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -32,13 +33,13 @@ ROUNDS, LIMIT = 5, timedelta(seconds=90)
 ROOT = Path("/")  # of the files with which Linux describes the machine
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One line of the report; `level` is "ok", "warning" or "problem"."""
 
     level: str
     check: str
     text: str
-    way_out: str = ""
+    advice: str = ""
 
 
 def doctor(as_json: bool = False) -> int:
@@ -52,38 +53,38 @@ def doctor(as_json: bool = False) -> int:
     Returns:
         The exit code: 1 if there is a problem, else 0.
     """
-    findings = []
-    for finding in find():
-        findings.append(finding)
+    results = []
+    for result in run_checks():
+        results.append(result)
         if not as_json:
-            way_out = f" -> {finding.way_out}" if finding.way_out else ""
-            print(f"{finding.level:<8} {finding.check:<9} {finding.text}{way_out}", flush=True)
-    levels = Counter(finding.level for finding in findings)
+            advice = f" -> {result.advice}" if result.advice else ""
+            print(f"{result.level:<8} {result.check:<9} {result.text}{advice}", flush=True)
+    levels = Counter(result.level for result in results)
     if as_json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+        print(json.dumps([result._asdict() for result in results], indent=2))
     else:
         warnings, problems = (_count(levels[noun], noun) for noun in ("warning", "problem"))
         print(f"doctor: {levels['ok']} ok, {warnings}, {problems}")
     return int(levels["problem"] > 0)
 
 
-def find() -> Iterator[Finding]:
+def run_checks() -> Iterator[CheckResult]:
     """Yield the result of each check, with the cause of a problem before its consequences."""
     try:
         launch = detect_launch()
     except ValueError as error:  # _launch reports it
         launch = LaunchInfo(launcher="none", reason=str(error))
-    yield from (_result(check, launch) for check in WAYS_OUT)
+    yield from (_run_check(check, launch) for check in CHECKS)
 
 
-def _result(check: Callable[[LaunchInfo], str], launch: LaunchInfo) -> Finding:
+def _run_check(check: Callable[[LaunchInfo], str], launch: LaunchInfo) -> CheckResult:
     """Run a check: it returns its text, raises a Warning, or raises anything else for a problem."""
     name = check.__name__.strip("_")
     try:
-        return Finding("ok", name, check(launch))
+        return CheckResult("ok", name, check(launch))
     except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
         level = "warning" if isinstance(error, Warning) else "problem"
-        return Finding(level, name, (str(error) or repr(error)).split("\n")[0], WAYS_OUT[check])
+        return CheckResult(level, name, (str(error) or repr(error)).split("\n")[0], CHECKS[check])
 
 
 def _platform(_: LaunchInfo) -> str:
@@ -96,34 +97,35 @@ def _platform(_: LaunchInfo) -> str:
 
 def _launch(_: LaunchInfo) -> str:
     launch = detect_launch()
-    text = f"{launch.launcher}: rank {launch.rank} of {launch.world_size}, local rank "
-    text += f"{launch.local_rank} of {launch.local_world_size}, {_count(launch.nnodes, 'node')} "
-    text += f"({launch.reason})"
-    if launch.launcher == "none" and os.environ.get("SLURM_NTASKS", "1") != "1":
-        raise UserWarning(f"{text}; SLURM_NTASKS alone starts nothing")
-    return text
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if launch.launcher == "none" and tasks != "1":
+        raise UserWarning(f"SLURM_NTASKS={tasks}, but srun did not start this process: it is alone")
+    text = f"launcher {launch.launcher}: rank {launch.rank} of {launch.world_size}, local rank "
+    text += f"{launch.local_rank} of {launch.local_world_size}, {_count(launch.nnodes, 'node')}"
+    return f"{text} ({launch.reason})"
 
 
 def _backends(_: LaunchInfo) -> str:
     if not (dist.is_available() and dist.is_gloo_available()):
-        raise RuntimeError("this torch has no gloo, which on_rank needs")
-    version: Callable[[], tuple[int, ...]] = nccl.version
-    library = ".".join(map(str, version())) if dist.is_nccl_available() else "none"
-    if torch.cuda.is_available() and library == "none":
-        raise UserWarning("gloo yes, NCCL none: DDP cannot use the GPUs")
-    return f"gloo yes, NCCL {library}"
+        raise RuntimeError("this build of torch has no gloo, which on_rank needs")
+    if dist.is_nccl_available():
+        version: Callable[[], tuple[int, ...]] = nccl.version
+        return f"gloo, NCCL {'.'.join(map(str, version()))}"
+    if torch.cuda.is_available():
+        raise UserWarning("this build of torch has no NCCL, so DDP cannot use the GPUs")
+    return "gloo, no NCCL"
 
 
 def _devices(launch: LaunchInfo) -> str:
     gpus, ranks = torch.cuda.device_count(), launch.local_world_size
-    models = ", ".join(sorted({*map(torch.cuda.get_device_name, range(gpus))})) or "none"
+    models = sorted({*map(torch.cuda.get_device_name, range(gpus))})
     version = re.search(r"\d+\.[\d.]+", _read(ROOT / "proc/driver/nvidia/version"))
-    driver = version[0] if version else "unknown" if gpus else "none"
+    driver = f"driver {version[0]}" if version else "driver unknown" if gpus else "no driver"
     text = f"{_count(gpus, 'visible GPU')} for {_count(ranks, 'local rank')}"
-    text += f" ({models}; driver {driver})"
+    text += f" ({', '.join([*models, driver])})"
     # Slurm's --gpus-per-task=1 shows each task one GPU, its own.
     if 0 < gpus < ranks and not (launch.launcher == "slurm" and gpus == 1):
-        raise UserWarning(f"{text}: the ranks run on the CPU")
+        raise UserWarning(f"{text}: too few, so all ranks run on the CPU")
     return text
 
 
@@ -133,8 +135,8 @@ def _limits(_: LaunchInfo) -> str:
     cores, memory = _cgroup_limits()
     text = f"CPU {_amount(cores, 'cores')}, memory {_amount(memory / 2**30, 'GiB')}, "
     text += f"/dev/shm {_amount(shared / 2**30, 'GiB')}"
-    if shared < 2**28:  # 256 MiB; docker gives a container 64
-        raise UserWarning(text)
+    if shared < 2**28:  # docker gives a container 64 MiB
+        raise UserWarning(f"{text}: DataLoader workers and NCCL crash when /dev/shm is full")
     return text
 
 
@@ -174,10 +176,10 @@ def _master(launch: LaunchInfo) -> str:
         address = _address(name)
     except OSError as error:
         kind = RuntimeError if launch.master_addr else UserWarning
-        raise kind(f"{name} does not resolve: {error}") from error
+        raise kind(f"the name of rank 0's host, {name}, does not resolve: {error}") from error
     if launch.nnodes > 1 and address.is_loopback:
-        raise RuntimeError(f"{name} is {address}, which is every node itself")
-    return f"{name} is {address}"
+        raise RuntimeError(f"{name} is {address}: at this address, each node reaches only itself")
+    return f"rank 0's host is {name}, at {address}"
 
 
 def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -188,18 +190,19 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 def _port(launch: LaunchInfo) -> str:
     port = launch.master_port if hosts_store(launch) and launch.master_port else 0
     with socket.create_server(("", port)) as server:
-        return f"port {server.getsockname()[1]} can be bound"
+        return f"port {server.getsockname()[1]} is free"
 
 
 def _interface(launch: LaunchInfo) -> str:
     names = [name for _, name in socket.if_nameindex()]
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if not set(chosen.split(",")) <= {*names, ""}:
-        raise RuntimeError(f"GLOO_SOCKET_IFNAME={chosen} is not here, only {', '.join(names)}")
-    text = f"of {', '.join(names)}, gloo uses {chosen or 'the one with the address of this host'}"
+        raise RuntimeError(f"GLOO_SOCKET_IFNAME={chosen}, but there is only {', '.join(names)}")
     if not chosen and launch.nnodes > 1 and _address(socket.gethostname()).is_loopback:
-        raise RuntimeError(f"{text}, here the loopback")
-    return text
+        raise RuntimeError(
+            "this host's own name is a loopback address, which no other node reaches"
+        )
+    return f"gloo uses {chosen or 'the address of this host'}, out of {', '.join(names)}"
 
 
 def _gloo(launch: LaunchInfo) -> str:
@@ -209,20 +212,20 @@ def _gloo(launch: LaunchInfo) -> str:
 def _nccl(launch: LaunchInfo) -> str:
     gpus = torch.cuda.device_count()
     if gpus < 2 or not dist.is_nccl_available():
-        return f"not timed: needs NCCL and two GPUs, {gpus} visible"
+        return f"not measured, which needs NCCL and two GPUs: {_count(gpus, 'GPU')} visible"
     return _timed("nccl", gpus, launch)
 
 
 def _timed(backend: str, ranks: int, launch: LaunchInfo) -> str:
     """Return how fast an all-reduce is; only local rank 0 measures, so that no ranks compete."""
     if launch.local_rank > 0:
-        return "skipped here: local rank 0 measures the all-reduce"
+        return "not measured here: local rank 0 does it"
     # stderr is line-buffered: the line is there before the wait begins.
     print(f"doctor: starting {ranks} {backend} ranks, up to {LIMIT.seconds} s ...", file=sys.stderr)
     with redirect_stdout(sys.stderr):  # what the ranks print is no part of the report
         small, large = run_ranks(_all_reduce, backend, nproc=ranks, timeout=LIMIT)[0]
-    text = f"{ranks} local ranks: all-reduce of 1 number {1e3 * small:.2f} ms, of 25 MiB"
-    return f"{text} {4 * BUCKET / large / 1e9:.1f} GB/s"
+    text = f"{1e3 * small:.2f} ms for one number, {4 * BUCKET / large / 1e9:.1f} GB/s for 25 MiB"
+    return f"all-reduce on {ranks} local ranks: {text}"
 
 
 def _all_reduce(backend: str) -> list[float]:
@@ -236,14 +239,11 @@ def _all_reduce(backend: str) -> list[float]:
 
 
 def _median_seconds(tensor: torch.Tensor) -> float:
-    seconds = []
-    for _ in range(1 + ROUNDS):
-        start = time.perf_counter()
+    def all_reduce() -> None:
         dist.all_reduce(tensor)
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds[1:])[ROUNDS // 2]  # the first one also connects
+        tensor[0].item()  # waits for a GPU
+
+    return median(timeit.repeat(all_reduce, number=1, repeat=1 + ROUNDS)[1:])  # the first connects
 
 
 def _write(_: LaunchInfo) -> str:
@@ -253,23 +253,23 @@ def _write(_: LaunchInfo) -> str:
             file.flush()
             os.fsync(file.fileno())
         Path(folder, "new").replace(Path(folder, "old"))
-    return "the current folder takes an atomic write of 1 MiB"
+    return "the current folder takes files: wrote and renamed 1 MiB"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-WAYS_OUT: dict[Callable[[LaunchInfo], str], str] = {  # in the order in which the checks run
-    _platform: "use Linux, or WSL2 on Windows: nothing else is tested",
-    _launch: "start the ranks with torchrun or srun, and unset what they did not set",
-    _backends: "install a torch built with gloo, and with nccl for GPUs",
-    _devices: "start as many ranks as there are GPUs; nvidia-smi shows whether the driver works",
-    _limits: "enlarge /dev/shm (docker run --shm-size=8g): nccl and DataLoader use it",
-    _master: "add the name to DNS or /etc/hosts, or set MASTER_ADDR to what all nodes reach",
-    _port: "set MASTER_PORT to a free port, or leave the choice to the launcher",
-    _interface: "set GLOO_SOCKET_IFNAME to an interface that all nodes reach (^lo is for NCCL)",
-    _gloo: "check the interface, or a firewall on loopback",
-    _nccl: "enlarge /dev/shm, or set NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO shows NCCL's reason",
-    _write: "run in a folder that you may write to, with space left",
+CHECKS: dict[Callable[[LaunchInfo], str], str] = {  # in this order, each with its advice
+    _platform: "use Linux, or WSL2 on Windows: we test nothing else",
+    _launch: "start the ranks with torchrun or srun, and unset variables of theirs that you set",
+    _backends: "install a torch wheel with gloo, and for GPUs one with CUDA, which brings NCCL",
+    _devices: "start at most one rank per GPU; run nvidia-smi to see whether the driver works",
+    _limits: "give /dev/shm at least 1 GiB; in a container, docker run --shm-size=8g",
+    _master: "set MASTER_ADDR to an address that all nodes reach, or fix DNS or /etc/hosts",
+    _port: "set MASTER_PORT to a free port, or let torchrun or srun choose one",
+    _interface: "set GLOO_SOCKET_IFNAME to an interface that all nodes reach; gloo knows no ^lo",
+    _gloo: "check GLOO_SOCKET_IFNAME, and whether a firewall blocks connections within this host",
+    _nccl: "enlarge /dev/shm or set NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO shows NCCL's own reason",
+    _write: "change to a folder that you may write to and that has space left",
 }

@@ -77,14 +77,12 @@ class ParallelExecutor:
         if self._pass_device and "device" in kwargs:
             raise TypeError("device is passed by the executor: drop it, or set pass_device=False")
         if os.getpid() != self._owner:
-            raise RuntimeError(
-                "this executor belongs to the parent of this forked process: create one here"
-            )
-        run = functools.partial(_on_device, self._pass_device)
-        packed = dumps("func or an argument", (run, func, args, kwargs))
+            raise RuntimeError("this executor belongs to the parent process: create one here")
+        call = functools.partial(_on_device, self._pass_device), func, args, kwargs
+        packed = dumps("func or an argument", call)
         with self._turn:
             workers = [self._worker(number) for number in range(len(self.devices))]
-            return run_all(workers, [packed])
+            return run_all(workers, packed)
 
     def close(self) -> None:
         """End the workers. Busy ones are killed. A later `run` starts new ones."""
@@ -93,20 +91,19 @@ class ParallelExecutor:
         workers, self._workers = list(self._workers.values()), {}
         if not self._turn.locked():  # else they are busy
             with suppress(RuntimeError, TimeoutError):  # how they end does not matter any more
-                run_all([worker for worker in workers if worker.alive], [LEAVE], LEAVE_TIME)
+                run_all([worker for worker in workers if worker.alive], LEAVE, LEAVE_TIME)
         for worker in workers:
             worker.kill()
 
     def _worker(self, number: int) -> Worker:
         """Return the worker of a device, a new one for the first call or after a death."""
-        worker, device = self._workers.get(number), self.devices[number]
-        if worker is not None and worker.alive:
-            return worker
+        worker, device = self._workers.get(number), str(self.devices[number])
         if worker is not None:
+            if worker.alive:
+                return worker
             worker.kill()  # also kill the processes that it started
-        name = f"the worker on {device}" if device.type == "cuda" else f"CPU worker {number}"
         environment = worker_environment(len(self.devices))
-        self._workers[number] = Worker(name, environment, str(device))
+        self._workers[number] = Worker(f"worker {number} on {device}", environment, device)
         return self._workers[number]
 
 
@@ -158,8 +155,10 @@ def parallel_on_all_devices(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def on_slices(*args: Any, **kwargs: Any) -> Any:
         if torch.cuda.is_available():
-            module = torch.nn.Module()
-            module.forward = func
+            module: Any = func
+            if not isinstance(func, torch.nn.Module):
+                module = torch.nn.Module()
+                module.forward = func
             return torch.nn.DataParallel(module)(*args, **kwargs)
         warnings.warn("no CUDA device is visible: the whole batch runs on the CPU", stacklevel=2)
         return func(*args, **kwargs)
@@ -188,8 +187,6 @@ def _devices(num_gpus: int | None) -> list[torch.device]:
 
 def _on_device(pass_device: bool, device: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Call `func` in the worker, and pass `device` in the position of that parameter."""
-    if device != "cpu":
-        torch.cuda.set_device(device)
     if not pass_device:
         return func(*args, **kwargs)
     names = _positional_names(func)

@@ -5,6 +5,7 @@ and needs no `__main__` guard, the global start method stays unset, DataLoader w
 do under torchrun, and a worker can be killed with everything it started. For Linux and macOS.
 """
 
+import functools
 import math
 import os
 import pickle
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
@@ -22,11 +23,12 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import cloudpickle
+import torch
 
 from .._outcomes import add_note, describe, pack_exception, unpack_exception
 from ..environment import RANK_NAMES, available_cores
 from ..slurm import MASTER_NAMES
-from .serialization import dumps, loads
+from .serialization import dumps
 
 LAUNCH_NAMES = {*RANK_NAMES, *MASTER_NAMES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
 LAUNCH_PREFIXES = ("SLURM_", "TORCHELASTIC_", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
@@ -46,19 +48,15 @@ importlib.import_module(module).serve(connection, parent_alive, parent, device)
 """
 
 
-class Answer(NamedTuple):
-    """What a function returned in a worker, or the error that it raised at the time `when`."""
+class Failure(NamedTuple):
+    """Why a worker has no result."""
 
-    result: Any = None
-    error: BaseException | None = None
+    error: BaseException
     when: float = DIED  # by time.monotonic(), which is the same clock in all processes
 
 
 class Worker:
-    """A process in a session of its own that runs one function at a time.
-
-    A thread of the parent does the blocking sends and receives. It gets EOF when the worker dies.
-    """
+    """A process in a session of its own that runs one function at a time."""
 
     def __init__(self, name: str, env: dict[str, str], device: str, output: Any = None) -> None:
         """Start the process.
@@ -66,7 +64,8 @@ class Worker:
         Args:
             name: What error messages call the worker.
             env: Its environment variables.
-            device: Where arguments on a GPU arrive ("cuda": on the worker's current GPU).
+            device: Its device. A GPU is made its current CUDA device before each call, so
+                arguments on a GPU arrive there ("": functions choose their device themselves).
             output: A file for its output and errors (None: those of this process).
         """
         self.name = name
@@ -86,56 +85,48 @@ class Worker:
         with suppress(OSError):  # it is dead already: its first call says so
             start = __name__, os.getpid(), device, sys.path, sys.argv
             self._connection.send_bytes(pickle.dumps(start))
-        self._requests: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        weakref.finalize(self, self._requests.put, None)  # the thread ends with this object
-        Thread(target=_run_requests, args=(self._requests,), daemon=True).start()
+        # Sending and receiving block, so a thread does it. It ends with this object.
+        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        Thread(target=_run_calls, args=(self.calls,), daemon=True).start()
+        weakref.finalize(self, self.calls.put, None)
 
     @property
     def alive(self) -> bool:
         """Whether an idle worker still waits for a request."""
         return not self._connection.poll()
 
-    def submit(self, requests: Sequence[bytes], answers: "SimpleQueue[Any]") -> None:
-        """Have the worker's thread put the worker and its answer into `answers`; see `run_all`."""
-        self._requests.put(lambda: answers.put((self, self._ask(requests))))
-
-    def _ask(self, requests: Sequence[bytes]) -> Answer:
-        """Send requests, one after the other, and return the first result or error (blocking)."""
-        answers = []
-        for request in requests:
-            answers.append(self._call(request))
-            if answers[-1].error is not None:
-                return answers[-1]
-        return answers[0]
-
-    def _call(self, request: bytes) -> Answer:
+    def call(self, request: bytes) -> Any:
+        """Send a request and return the result of the function, or a Failure (blocking)."""
         try:
             try:
                 self._connection.send_bytes(request)
                 packed = self._connection.recv_bytes()
             except (EOFError, OSError):
                 return self._end(request)
-            raised_at, value = loads(packed)
+            raised_at, value = pickle.loads(packed)
         except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
-            message = f"the result of {self.name} cannot be unpickled: {error!r}"
-            return Answer(error=TypeError(message), when=time.monotonic())
+            text = f"the result of {self.name} cannot be unpickled: {error!r}; return plain data"
+            return Failure(TypeError(text), time.monotonic())
         if raised_at is None:
-            return Answer(value)
-        failure = unpack_exception(value, self.name)
-        if isinstance(failure, SystemExit):  # raised here, it would end this process as well
-            left = RuntimeError(f"{self.name} exited with code {failure.code!r}, by sys.exit")
-            left.__cause__ = failure
-            failure = left
-        return Answer(error=failure, when=raised_at)
+            return value
+        raised = unpack_exception(value, self.name)
+        if not isinstance(raised, SystemExit):
+            return Failure(raised, raised_at)
+        # Raised here, a SystemExit would end this process as well.
+        how = f"exited with code {raised.code!r}, by sys.exit"
+        exited = RuntimeError(f"{self.name} {how}: return a result or raise another exception")
+        exited.__cause__ = raised
+        return Failure(exited, raised_at)
 
-    def _end(self, request: bytes) -> Answer:
-        """Return how the process ended, after its connection has closed."""
+    def _end(self, request: bytes) -> Failure | None:
+        """Return how the process ended, after its connection has closed; None if it was to end."""
         code = self.kill()  # a process that is already exiting keeps its exit code
         if code == 0 and request == LEAVE:
-            return Answer()
+            return None
         names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
         how = names.get(code, f"exited with code {code}")
-        return Answer(error=RuntimeError(f"{self.name} {how}"))
+        hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
+        return Failure(RuntimeError(f"{self.name} {how}: {hint}"))
 
     def kill(self) -> int:
         """Kill the process, if it still runs, and all that it started; return its exit code."""
@@ -145,28 +136,29 @@ class Worker:
         return self._process.wait()
 
 
-def _run_requests(requests: "SimpleQueue[Callable[[], None] | None]") -> None:
-    while request := requests.get():
-        request()
-        del request  # it refers to the worker, and this thread must end when that is freed
+def _run_calls(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while call := calls.get():
+        call()
+        del call  # it refers to the worker, which must be freed before the next `get` returns
 
 
 def run_all(
-    workers: Sequence[Worker], requests: Sequence[bytes], timeout: timedelta | None = None
+    workers: Sequence[Worker], request: bytes, timeout: timedelta | None = None, leave: bool = False
 ) -> list[Any]:
-    """Send requests to all workers at the same time and wait for the results.
+    """Send a request to all workers at the same time and wait for the results.
 
     Workers that still run when another fails, the time is over or the caller is interrupted are
     killed.
 
     Args:
         workers: Idle workers.
-        requests: What to send to each, one after the other: `(run, func, args, kwargs)` as `dumps`
-            packs it, so that the worker calls `run(device, func, args, kwargs)`, or LEAVE.
+        request: `(run, func, args, kwargs)` as `dumps` packs it, so that each worker calls
+            `run(device, func, args, kwargs)`. Or LEAVE, which ends it.
         timeout: How long all of it may take (None: no limit).
+        leave: Whether each worker also ends, as soon as it has returned its result.
 
     Returns:
-        The results of the first request, in the order of the workers.
+        The results, in the order of the workers.
 
     Raises:
         BaseException: The error that came first. If a worker died, that is the RuntimeError which
@@ -175,42 +167,46 @@ def run_all(
         TimeoutError: If workers have not answered in time. It names them.
     """
     deadline = time.monotonic() + (timeout.total_seconds() if timeout else math.inf)
-    queue: SimpleQueue[tuple[Worker, Answer]] = SimpleQueue()
-    answers: dict[Worker, Answer] = {}
+    queue: SimpleQueue[tuple[Worker, Any]] = SimpleQueue()
+    answers: dict[Worker, Any] = {}
     try:
         for worker in workers:
-            worker.submit(requests, queue)
+            worker.calls.put(functools.partial(_call, worker, request, leave, queue))
         while len(answers) < len(workers) and (left := deadline - time.monotonic()) > 0:
             with suppress(Empty):
                 worker, answers[worker] = queue.get(timeout=min(left, WAKE))
-                if answers[worker].error is not None:
+                if isinstance(answers[worker], Failure):
                     deadline = min(deadline, time.monotonic() + SIMULTANEOUS)
+        if any(isinstance(answer, Failure) for answer in answers.values()):
+            raise _earliest(answers.values())
+        if late := [worker.name for worker in workers if worker not in answers]:
+            raise TimeoutError(
+                f"no result from {', '.join(late)} within {timeout}: they were killed; look at "
+                "their output, or pass a longer timeout"
+            )
+        return [answers[worker] for worker in workers]
     finally:
-        late = [worker for worker in workers if worker not in answers]
-        for worker in late:
-            worker.kill()
-    if any(answer.error is not None for answer in answers.values()):
-        raise _earliest(answers)
-    if late:
-        names = ", ".join(worker.name for worker in late)
-        raise TimeoutError(f"no result from {names} within {timeout}")
-    return [answers[worker].result for worker in workers]
+        for worker in workers:
+            if worker not in answers:
+                worker.kill()
+        answers.clear()  # otherwise an error and this frame would keep each other alive
 
 
-def _earliest(answers: dict[Worker, Answer]) -> BaseException:
-    """Return the earliest error. If it is a worker's death, add the other errors as notes.
+def _call(worker: Worker, request: bytes, leave: bool, queue: "SimpleQueue[Any]") -> None:
+    """Put the worker and its answer into `queue`; the worker's thread runs this."""
+    answer = worker.call(request)
+    if leave and not isinstance(answer, Failure):
+        answer = worker.call(LEAVE) or answer
+    queue.put((worker, answer))
 
-    This clears `answers`. Otherwise the error and the frame holding it would keep each other alive.
-    """
-    failures = [
-        (answer.when, answer.error) for answer in answers.values() if answer.error is not None
-    ]
-    answers.clear()
-    when, first = min(failures, key=lambda failure: failure[0])
-    for later, error in failures:
-        if when == DIED < later:
-            add_note(first, f"also {describe(error)}")
-    return first
+
+def _earliest(answers: Iterable[Any]) -> BaseException:
+    """Return the earliest error. If it is a worker's death, add the other errors as notes."""
+    failures = [answer for answer in answers if isinstance(answer, Failure)]
+    first, *others = sorted(failures, key=lambda failure: failure.when)
+    for other in others if first.when == DIED else ():
+        add_note(first.error, f"also {describe(other.error)}")
+    return first.error
 
 
 def worker_environment(workers: int) -> dict[str, str]:
@@ -232,7 +228,7 @@ def serve(connection: Connection, parent_alive: Connection, parent: int, device:
         connection: Requests come in and answers go out here.
         parent_alive: A pipe whose other end only the parent holds, so it closes with the parent.
         parent: The parent's process id.
-        device: Where arguments on a GPU arrive ("cuda": on the current GPU).
+        device: The worker's device; see `Worker`.
     """
     for end in (connection, parent_alive):
         os.set_inheritable(end.fileno(), False)
@@ -275,13 +271,15 @@ def _answer(connection: Connection, device: str) -> bool:
     if packed == LEAVE:
         return False
     try:
-        run, func, args, kwargs = loads(packed, device)
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)  # GPU arguments arrive on the current CUDA device
+        run, func, args, kwargs = pickle.loads(packed)
         del packed  # it may be large
         _fill_main(func)
         result = run(device, func, args, kwargs)
         if connection.closed:
             return False
-        answer = dumps("the result", (None, result))
+        answer = dumps("the result", (None, result), keep_device=True)
     except BaseException as error:
         if connection.closed:
             raise

@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from ..initialize import cleanup_ddp, wait_until_gloo_is_idle
-from .process import LEAVE, Worker, run_all, worker_environment
+from .process import Worker, run_all, worker_environment
 from .serialization import dumps
 
 HOST = "127.0.0.1"
@@ -66,9 +66,9 @@ def run_ranks(
         workers = []
         for rank, output in enumerate(outputs):
             environment = _rank_environment(rank, nproc, store.port)
-            workers.append(Worker(f"rank {rank}", environment, "cuda", output))
+            workers.append(Worker(f"rank {rank}", environment, "", output))
             stack.callback(workers[-1].kill)
-        return run_all(workers, [packed, LEAVE], timeout)
+        return run_all(workers, packed, timeout, leave=True)
 
 
 def _as_rank(_device: str, func: Any, args: Any, kwargs: Any) -> Any:
