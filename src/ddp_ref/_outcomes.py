@@ -113,7 +113,11 @@ class Call:
         if errors:
             _raise_first([errors.pop(key) for key in sorted(errors)])
         if late := [rank for rank in self.executors if rank not in outcomes]:
-            raise self._timeout(late)
+            rank = self.awaited if self.me in late else late[0]
+            raise TimeoutError(
+                f"{self.text} has not ended within max_wait={self.max_wait}, it waits for rank "
+                f"{rank}: look at that rank's output, or pass a longer max_wait (None: no limit)"
+            )
         return outcomes[self.executors[0]].value
 
     def _collect(self, mine: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
@@ -126,9 +130,9 @@ class Call:
         ]
         outcomes: dict[int, Outcome] = {}
         problems: dict[int, str] = {}
+        longest = self.max_wait.total_seconds() if self.max_wait else math.inf
         now = time.monotonic()
-        look_at = now + LOOK_AFTER
-        deadline = now + (self.max_wait.total_seconds() if self.max_wait else math.inf)
+        look_at, deadline = now + LOOK_AFTER, now + longest
         try:
             for thread in threads:
                 thread.start()
@@ -159,8 +163,7 @@ class Call:
             self._send(executor, self.tag, self.text.encode())
             head, value = self._receive(executor, self.tag + 1)
             outcome = pickle.loads(head)
-            if value:
-                outcome = outcome._replace(value=value)
+            outcome = outcome._replace(value=value or outcome.value)
             problems = outcome.problems | self._compare(executor, outcome.call)
             self.answers.put((executor, outcome, problems))
         except Exception as error:  # noqa: BLE001 - e.g. no memory for it; the main thread tells
@@ -251,13 +254,6 @@ class Call:
             "same on_rank and rank_first calls in the same order"
         )
         return {} if text == self.text else {rank: problem}
-
-    def _timeout(self, late: Sequence[int]) -> TimeoutError:
-        rank = self.awaited if self.me in late else late[0]
-        return TimeoutError(
-            f"{self.text} has not ended within max_wait={self.max_wait}, it waits for rank {rank}: "
-            "look at that rank's output, or pass a longer max_wait (None waits for ever)"
-        )
 
 
 def _tensor(buffer: Any) -> torch.Tensor:

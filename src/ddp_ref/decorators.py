@@ -77,9 +77,7 @@ def on_rank(
     """
     ranks = _as_ranks(rank)
     if max_wait is not None and not (isinstance(max_wait, timedelta) and max_wait > timedelta(0)):
-        raise TypeError(
-            f"max_wait must be a timedelta above 0, such as one minute, not {max_wait!r}"
-        )
+        raise TypeError(f"max_wait must be a timedelta above 0, not {max_wait!r}")
 
     def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
         join = functools.partial(_join, _name_of(func), ranks, local, max_wait)
@@ -185,7 +183,7 @@ def _as_ranks(rank: Ranks) -> tuple[int, ...]:
         return tuple(sorted({operator.index(member) for member in members}))
     except TypeError:
         raise TypeError(
-            f"on_rank takes a rank or a list, tuple, set or range of ranks, not {rank!r}"
+            f"on_rank takes a rank, or a list or range of ranks, not {rank!r}"
         ) from None
 
 

@@ -24,7 +24,6 @@ from .slurm import first_host
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
-LONGEST_CLEANUP = 1.0  # seconds, after an opening that failed
 _first_host_from_slurm_nodelist = first_host
 
 
@@ -212,7 +211,7 @@ def _initialize_distributed(
         rendezvous.give_up()
         cleanup = Thread(target=cleanup_ddp, daemon=True)  # nccl may wait for the other ranks there
         cleanup.start()
-        cleanup.join(LONGEST_CLEANUP)
+        cleanup.join(1)
         raise
     info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
     group = dist.distributed_c10d._get_default_group()
