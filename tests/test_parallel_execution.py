@@ -249,7 +249,10 @@ def test_a_dead_worker_is_named_and_replaced(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL) if kind == "SIGKILL" else os._exit(3)
         os.system("sleep 1000")  # a child that must not be left either
 
-    ends = {"SIGKILL": "was killed by SIGKILL", "exit": "exited with code 3"}
+    ends = {
+        "SIGKILL": "was killed by SIGKILL: did it run out of memory",
+        "exit": "exited with code 3: look at its output",
+    }
     with _executor(2) as executor:
         for kind, end in ends.items():
             with pytest.raises(RuntimeError, match=rf"worker \d on [a-z0-9:]+ {end}"):
@@ -342,8 +345,6 @@ def test_on_gpus_each_worker_has_its_own_and_tensors_stay_there():
         ParallelExecutor(count + 1)
     batch = torch.randn(8, 3, device="cuda:0")
     assert torch.equal(parallel_on_all_devices(lambda chunk: chunk * 2)(batch), batch * 2)
-    linear = torch.nn.Linear(3, 3).cuda()
-    assert torch.allclose(parallel_on_all_devices(linear)(batch), linear(batch))
 
 
 DOCUMENTED = """

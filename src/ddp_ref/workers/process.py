@@ -110,13 +110,12 @@ class Worker:
         if raised_at is None:
             return value
         raised = unpack_exception(value, self.name)
-        if not isinstance(raised, SystemExit):
-            return Failure(raised, raised_at)
-        # Raised here, a SystemExit would end this process as well.
-        how = f"exited with code {raised.code!r}, by sys.exit"
-        exited = RuntimeError(f"{self.name} {how}: return a result or raise another exception")
-        exited.__cause__ = raised
-        return Failure(exited, raised_at)
+        if isinstance(raised, SystemExit):  # raised here, it would end this process as well
+            how = f"exited with code {raised.code!r}, by sys.exit: return or raise instead"
+            exited = RuntimeError(f"{self.name} {how}")
+            exited.__cause__ = raised
+            return Failure(exited, raised_at)
+        return Failure(raised, raised_at)
 
     def _end(self, request: bytes) -> Failure | None:
         """Return how the process ended, after its connection has closed; None if it was to end."""
@@ -180,10 +179,8 @@ def run_all(
         if any(isinstance(answer, Failure) for answer in answers.values()):
             raise _earliest(answers.values())
         if late := [worker.name for worker in workers if worker not in answers]:
-            raise TimeoutError(
-                f"no result from {', '.join(late)} within {timeout}: they were killed; look at "
-                "their output, or pass a longer timeout"
-            )
+            names = ", ".join(late)
+            raise TimeoutError(f"no result from {names} within {timeout}: pass a longer timeout")
         return [answers[worker] for worker in workers]
     finally:
         for worker in workers:
