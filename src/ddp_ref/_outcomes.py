@@ -113,10 +113,10 @@ class Call:
         if errors:
             _raise_first([errors.pop(key) for key in sorted(errors)])
         if late := [rank for rank in self.executors if rank not in outcomes]:
-            rank = self.awaited if self.me in late else late[0]
+            awaited = self.awaited if self.me in late else late[0]
             raise TimeoutError(
                 f"{self.text} has not ended within max_wait={self.max_wait}, it waits for rank "
-                f"{rank}: look at that rank's output, or pass a longer max_wait (None: no limit)"
+                f"{awaited}: look at that rank's output, or pass a longer max_wait (None: no limit)"
             )
         return outcomes[self.executors[0]].value
 
@@ -231,11 +231,10 @@ class Call:
         3.13). A receive that times out closes all connections of its group, which wakes them now.
         """
         waiting = [thread for thread in threads if thread.is_alive()]
-        for peer in self.members if waiting else []:
-            if peer != self.me:
-                with suppress(RuntimeError):
-                    work = self.opened.side.recv([_tensor(bytearray(1))], peer, WAKING_TAG)
-                    work.wait(timedelta(milliseconds=1))
+        for peer in set(self.members) - {self.me} if waiting else ():
+            with suppress(RuntimeError):
+                work = self.opened.side.recv([_tensor(bytearray(1))], peer, WAKING_TAG)
+                work.wait(timedelta(milliseconds=1))
         for thread in waiting:
             thread.join(1)
 

@@ -197,7 +197,6 @@ def _name_of(func: Callable[..., object]) -> str:
     for kind in ("generator", "asyncgen", "coroutine"):
         runs_later = getattr(inspect, f"is{kind}function")
         if runs_later(func) or runs_later(type(func).__call__):  # an object may be called, too
-            what = "coroutine" if kind == "coroutine" else "generator"
-            raise TypeError(f"on_rank: {name} is a {what} function, it runs after its call ends")
+            raise TypeError(f"on_rank: {name} is a {kind} function, it runs after its call ends")
     code = getattr(inspect.unwrap(func), "__code__", None)
     return f"{name} (line {code.co_firstlineno})" if code else name  # two lambdas share one name

@@ -69,8 +69,8 @@ def detect_launch(
         raise ValueError(f"rank and world_size come together, not {rank=} and {world_size=}")
     if master_addr is not None and not (isinstance(master_addr, str) and master_addr):
         raise ValueError(f"master_addr must be a host name or address, not {master_addr!r}")
-    given = os.environ if environ is None else environ
-    environ = {name: text for name, text in given.items() if text}  # empty means not set
+    # A variable that is empty counts as not set.
+    environ = {k: v for k, v in (os.environ if environ is None else environ).items() if v}
     if master_addr is not None:
         environ["MASTER_ADDR"] = master_addr
     if master_port is not None:

@@ -20,11 +20,10 @@ import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
 from .rendezvous import Rendezvous, refuse_unsafe_restarts
-from .slurm import first_host
+from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401 - a source's name
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
-_first_host_from_slurm_nodelist = first_host
 
 
 class DistInfo(NamedTuple):

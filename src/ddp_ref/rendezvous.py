@@ -108,8 +108,7 @@ class Rendezvous:
 
         Rank 0 decides for all ranks whether it has seen all of them in time.
         """
-        if self.store is None:
-            self.store = self._connect()
+        self.store = self.store or self._connect()
         keys = [f"{self._stage}/{rank}" for rank in range(self.launch.world_size)]
         self.store.set(keys[self.launch.rank], json.dumps(report))
         if self.launch.rank == 0:
@@ -156,15 +155,14 @@ class Rendezvous:
         return answer
 
     def _late(self, missing: list[int]) -> RendezvousError:
-        problem = (
-            f"rank {', '.join(map(str, missing))} did not {self._stage} (timeout {self.timeout}): "
-            "check that each was started, can reach the master, and has neither failed nor frozen "
-            "(one can block the others)"
-            if missing
-            else f"the master does not answer (timeout {self.timeout}): check that rank 0, which "
-            "hosts the store, is running and reachable, or set MASTER_PORT to a free port"
+        problem = "the master does not answer"
+        advice = (
+            "check that rank 0, which hosts the store, is running, and that MASTER_PORT is free"
         )
-        return self._failure(problem)
+        if missing:
+            problem = f"rank {', '.join(map(str, missing))} did not {self._stage}"
+            advice = "see its output: it must run and reach the master; a frozen rank blocks others"
+        return self._failure(f"{problem} (timeout {self.timeout}): {advice}")
 
     def _failure(self, problem: str) -> RendezvousError:
         host, port = self._master
