@@ -19,17 +19,13 @@ from ..handler import Handler
 from ..initialize import DistInfo, _is_env_distributed, initialize_ddp
 from ..randomness import seed_everything
 from ..training.callbacks import Callback, Checkpoint, EarlyStopping
-from ..training.data import length_of, shard_loader
+from ..training.data import eval_loader, length_of
 from ..training.run_folder import LOG_FORMAT
 from .loader import dump_config
 from .schema import DEFAULT_STOPPING, check_config
 
 HANDLER = (  # keys of "training" that are also arguments of Handler
-    "seed",
-    "accumulate",
-    "clip_norm",
-    "precision",
-    "on_nonfinite",
+    *("seed", "forward", "count", "accumulate", "clip_norm", "precision", "on_nonfinite"),
     "sync_every",
 )
 FRACTION = 0.1  # share of the data for validation, and for testing, by default
@@ -76,16 +72,23 @@ class TrainerDDP:
                 "kwargs": training["optimizer_kwargs"],
             },
         )
+        scheduler, unused = training["scheduler"], parallel["find_unused_parameters"]
+        if scheduler:
+            arguments = {"args": [optimizer, *scheduler["args"]]}
+            scheduler = _build("training.scheduler", scheduler | arguments), scheduler["every"]
         self._criterion = _RecordedCriterion(self.config["criterion"])
         self.handler = Handler(
             model,
             optimizer,
             self._criterion,
-            metrics=self.config["metrics"],
+            metrics={
+                n: m() if isinstance(m, type) else m for n, m in self.config["metrics"].items()
+            },
+            scheduler=scheduler,
             callbacks=[self._criterion, *self._callbacks()],
             device=training["device"],
             run_dir=training["path"],
-            find_unused_parameters=parallel["find_unused_parameters"] or None,
+            ddp_options={} if unused is None else {"find_unused_parameters": unused},
             **{name: training[name] for name in HANDLER},
         )
         if isinstance(self._criterion.criterion, nn.Module):
@@ -110,7 +113,7 @@ class TrainerDDP:
             train_set, size("training"), drop_last=drop_last, **self._loading("training")
         )
         handler.set_val_loader(val_set, size("validation"), **self._loading("validation"))
-        test_loader = shard_loader(
+        test_loader = eval_loader(
             test_set, size("testing"), rank=0, world_size=1, **self._loading("testing")
         )
         assert handler.train_loader is not None and handler.val_loader is not None
@@ -140,7 +143,8 @@ class TrainerDDP:
                 "other data, change the configuration"
             )
         handler, path = self.handler, self.config["training"]["path"]
-        handler.val_loader = val_loader if len(val_loader.dataset) else None  # type: ignore[arg-type]
+        if not len(val_loader.dataset):  # type: ignore[arg-type]
+            handler.val_loader = None
         if path is not None:
             handler.load(path)
             self._check_checkpoint_fits(len(train_loader.dataset))  # type: ignore[arg-type]
@@ -165,9 +169,10 @@ class TrainerDDP:
         handler = self.handler
         if handler.step == 0:
             return
-        if handler.trained_on not in (None, samples):
+        before = handler.state.data["samples"]
+        if before not in (None, samples):
             raise ValueError(
-                f"the checkpoint is from a run on {handler.trained_on} training samples, but now "
+                f"the checkpoint is from a run on {before} training samples, but now "
                 f"there are {samples}, so test items could be trained on: use the same data and "
                 "fractions, or another training.path"
             )
@@ -181,18 +186,19 @@ class TrainerDDP:
                 )
 
     def _callbacks(self) -> list[Callback]:
-        training, callbacks = self.config["training"], []
+        parts = {f"callbacks[{n}]": part for n, part in enumerate(self.config["callbacks"])}
         if stopping := self.config["early_stopping"]:
             default = stopping["type"] == DEFAULT_STOPPING
             kind = EarlyStopping if default else stopping["type"]
-            callback = _build("early_stopping", stopping | {"type": kind})
+            parts["early_stopping"] = stopping | {"type": kind}
+        callbacks = {name: _build(name, part) for name, part in parts.items()}
+        for name, callback in callbacks.items():
             if not isinstance(callback, Callback):
-                name = type(callback).__name__
-                raise ValueError(f"early_stopping.type must create a Callback, not a {name}")
-            callbacks.append(callback)
-        if training["path"] is not None:
-            callbacks.append(Checkpoint(training["path"], every_epochs=training["checkpoint_at"]))
-        return callbacks
+                kind = type(callback).__name__
+                raise ValueError(f"{name}.type must create a Callback, not a {kind}")
+        path, every = (self.config["training"][name] for name in ("path", "checkpoint_at"))
+        last = [] if path is None else [Checkpoint(path, every_epochs=every)]
+        return [*callbacks.values(), *last]
 
     def _datasets(self) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
         """Return the data sets for training, validation and testing, the same on all ranks."""
@@ -220,6 +226,7 @@ class TrainerDDP:
     def _loading(self, name: str) -> dict[str, Any]:
         section = self.config[name]
         return {
+            "collate_fn": self.config["training"]["collate_fn"],
             "num_workers": section["num_workers"],
             "prefetch_factor": section["prefetch_factor"],
             "persistent_workers": section["num_workers"] > 0,  # starting them takes seconds
