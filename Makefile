@@ -89,7 +89,7 @@ endif
 test-torch: $(READY)  ## run the package's tests with another torch: TORCH=2.8.0
 	$(BIN)/python -m pytest $(PACKAGE_TESTS) $(ARGS)
 
-test-mutants: $(READY)  ## break the package in 33 ways and count how many the tests notice
+test-mutants: $(READY)  ## break the package in 37 ways and count how many the tests notice
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 test-coverage: $(READY)  ## run all tests and tell which lines and branches of the package they reach
