@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ddp_ref import Handler, initialize_ddp, run_ranks
-from ddp_ref.training.evaluation import outputs_in_order
+from ddp_ref.training.sharded_data import gather_rows
 
 ROUNDS, RANKS = 30, 2
 BATCHES, ROWS, COLUMNS = 16, 2048, 256  # of a rank; a batch is 2 MiB
@@ -52,7 +52,7 @@ def gather_times(rounds: int) -> dict[str, list[float]]:
     reduced = torch.zeros(BYTES // 4)
 
     def ours() -> Any:
-        return outputs_in_order(lambda part: part, parts, info.device, info.distributed)
+        return gather_rows(parts)
 
     def by_accelerate() -> Tensor:
         return torch.cat([accelerator.gather_for_metrics(part) for part in parts])

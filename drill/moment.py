@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddp_ref import Checkpoint, Handler, TrainerDDP, handler
-from ddp_ref.training import checkpoint
+from ddp_ref import Checkpoint, Handler, TrainerDDP
+from ddp_ref.training import checkpoint, train_state
+from ddp_ref.training.loop import TrainLoop
 
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
 PATIENCE = 60  # seconds, with the drill
@@ -17,10 +18,10 @@ WRITING = checkpoint, "_check_readable"  # rank 0: the new file is there, under 
 PLACES: dict[str, tuple[Any, str]] = {
     "start-up": (TrainerDDP, "__init__"),  # before the group is open
     "load": (Handler, "load"),
-    "step": (Handler, "_train_step"),
+    "step": (TrainLoop, "_train_step"),
     "validation": (Handler, "validate"),
     "epoch's end": (Checkpoint, "on_epoch_end"),
-    "save": (handler, "gather_objects"),  # where the others wait as well
+    "save": (train_state, "gather_objects"),  # where the others wait as well
 }
 
 

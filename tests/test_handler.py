@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 from collections import UserDict
 from datetime import timedelta
@@ -11,7 +12,6 @@ from pathlib import Path
 import handler_checks
 import pytest
 import torch
-import torch.distributed as dist
 from harness import run, torchrun
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
@@ -20,10 +20,16 @@ from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler, initialize_ddp, run_ranks
 from ddp_ref.training.batches import move
-from ddp_ref.training.rank_sync import RankSync, Sums, caught_signals
+from ddp_ref.training.loss_and_metrics import Measured, RunningSums
+from ddp_ref.training.rank_sync import RankSync, all_means, caught_signals
 
 SCRIPT = "handler_checks.py"
 LIMIT = timedelta(minutes=4)
+CPU = torch.device("cpu")
+
+
+def measured(loss):
+    return Measured(loss, [loss.double()], None, None)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
@@ -47,9 +53,9 @@ def test_ranks_add_up_in_their_order_and_find_the_same_bits():
     def means():
         rank, losses = initialize_ddp().rank, []
         for draw in draws:
-            sums = Sums(["loss"], torch.device("cpu"))
-            sums.add(1, draw[rank : rank + 1])
-            losses.append(sums.summary(distributed=True).means["loss"])
+            sums = RunningSums(["loss"], CPU)
+            sums.add(1, measured(draw[rank]))
+            losses.append(all_means(sums, CPU, distributed=True)["loss"])
         return losses
 
     expected = [sum(draw) / len(draw) for draw in draws.tolist()]
@@ -63,19 +69,19 @@ def test_starting_a_summary_waits_for_nobody(tmp_path):
 
     def start_and_finish():
         rank = initialize_ddp(timeout=timedelta(seconds=20), backend="gloo").rank
-        rank_sync, sums = RankSync(distributed=True), Sums(["loss"], torch.device("cpu"))
+        rank_sync, sums = RankSync(CPU, distributed=True), RunningSums(["loss"], CPU)
         assert rank_sync.finish() is None
-        sums.add(1 + rank, sums.means({"loss": float(rank)}))
+        sums.add(1 + rank, measured(torch.tensor(float(rank))))
         while rank == 1 and not started.exists():
             time.sleep(0.01)
-        rank_sync.local.stop = rank == 1
+        rank_sync.flags.stop = rank == 1
         rank_sync.start(sums)
         started.touch()
         summary = rank_sync.finish()
-        return summary.means, summary.stop, summary.failed, rank_sync.finish()
+        return summary.means, summary.stop, rank_sync.finish()
 
     results = run_ranks(start_and_finish, timeout=LIMIT)
-    assert results == [({"loss": pytest.approx(2 / 3)}, True, False, None)] * 2
+    assert results == [({"loss": pytest.approx(2 / 3)}, True, None)] * 2
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):
@@ -324,7 +330,7 @@ def test_bfloat16_and_a_scheduler_an_epoch():
     handler.train(3)
     assert dtypes == {torch.bfloat16} and handler.model[0].weight.dtype == torch.float32
     assert handler.train_losses[-1] < handler.train_losses[0]
-    assert handler._optimization.scheduler.last_epoch == 3
+    assert handler.optimizer_step.scheduler.last_epoch == 3
 
 
 def test_full_precision_is_kept_under_an_autocast_of_the_callers():
@@ -374,7 +380,7 @@ def test_an_epoch_whose_order_is_not_reproducible_starts_again_with_a_warning(tm
     handler.save(tmp_path / "a.pt")
     handler = job(12, 2, **options)
     handler.load(tmp_path / "a.pt")
-    with pytest.warns(UserWarning, match="epoch 1 starts again, .* give it a set_epoch"):
+    with pytest.warns(UserWarning, match="epoch 1 starts again, .* only Handler's own sampler"):
         handler.train(1)
     assert (handler.step, handler.epoch) == (3 + 6, 1)
 
@@ -445,9 +451,7 @@ def test_an_error_of_one_rank_in_a_callbacks_prediction_is_the_error_of_all():
         run_ranks(work, nproc=2, timeout=LIMIT)
 
 
-def test_an_error_of_one_rank_within_a_save_is_the_error_of_all(tmp_path):
-    """The others gather, and no summary may follow: its numbers would be taken for theirs."""
-
+def test_an_error_of_one_rank_within_a_save_is_the_error_of_the_run(tmp_path):
     def work():
         handler = job(12, 2, callbacks=[Checkpoint(tmp_path)])
 
@@ -455,32 +459,43 @@ def test_an_error_of_one_rank_within_a_save_is_the_error_of_all(tmp_path):
             raise KeyError("of a generator")
 
         if handler.rank == 1:
-            handler._rng.state = fails
+            handler.rng.state = fails
         handler.train(1)
 
     with pytest.raises(KeyError, match="of a generator"):
         run_ranks(work, nproc=2, timeout=LIMIT)
 
 
-def test_what_a_callback_raised_before_its_collective_call_is_said_on_its_rank():
-    """The others wait in the call: no summary follows, and the group's timeout ends them."""
+RAISES = """
+import sys, time
+from datetime import timedelta
+from training_job import job
+from ddp_ref import Callback, initialize_ddp
 
-    def work():
-        rank = initialize_ddp(timeout=timedelta(seconds=5)).rank
+class Fails(Callback):
+    def on_step_end(self):
+        if self.handler.step == 3 and self.handler.rank == self.handler.info.world_size - 1:
+            raise KeyError("of a callback")
 
-        class Sends(Callback):
-            def on_epoch_end(self):
-                if rank == 1:
-                    raise KeyError("of rank 1 alone")
-                dist.recv(torch.zeros(1), 1)
+class Counts(Callback):
+    def on_step_end(self):
+        print(f"rank {self.handler.rank} step {self.handler.step}", flush=True)
 
-        try:
-            job(12, 2, callbacks=[Sends()]).train(1)
-        except (KeyError, RuntimeError) as error:
-            return repr(error), type(error.__cause__)
+initialize_ddp(timedelta(minutes=10))
+job(400, 2, callbacks=[Fails(), Counts()], sync_every=10).train(1)
+"""
 
-    _, (said, cause) = run_ranks(work, nproc=2, timeout=LIMIT)
-    assert said == "KeyError('of rank 1 alone')" and issubclass(cause, RuntimeError)
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_callback_that_raises_ends_its_process_at_once(tmp_path, ranks):
+    """Also where the ranks look only after ten steps; the others end with their connection."""
+    (tmp_path / "script.py").write_text(RAISES)
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *_pythonpath()])}
+    command = [sys.executable, "script.py"] if ranks == 1 else torchrun(2, "script.py")
+    ended = run(*command, cwd=tmp_path, env=path, timeout=60)
+    assert ended.code == 1 and "KeyError: 'of a callback'" in ended.stderr
+    steps = [int(step) for step in re.findall(r"step (\d+)", ended.stdout)]
+    assert max(steps) == (2 if ranks == 1 else 3)  # a peer cannot reach the next all-reduce's end
 
 
 class Words(UserDict):
@@ -520,7 +535,7 @@ def test_batches_of_many_kinds():
 
 
 def test_callbacks_are_all_called_before_a_signal_ends_training_within_an_epoch(tmp_path):
-    """Each step's summary is made in a save."""
+    """It ends training after the next summary."""
 
     class Kills(Callback):
         def on_step_end(self):
@@ -536,9 +551,9 @@ def test_callbacks_are_all_called_before_a_signal_ends_training_within_an_epoch(
     follows = Follows()
     callbacks = [Kills(), Checkpoint(tmp_path, every_steps=1, keep=9), follows]
     with handler_checks.ended_by_a_signal():
-        job(callbacks=callbacks).train(1)
-    assert follows.steps == (1, 2, 3)
-    assert len(list(tmp_path.glob("step_*.pt"))) == 3
+        job(callbacks=callbacks, sync_every=1).train(1)
+    assert follows.steps == (1, 2, 3, 4)
+    assert len(list(tmp_path.glob("step_*.pt"))) == 4
 
 
 def test_an_empty_batch_of_several_is_named():
@@ -580,13 +595,13 @@ def test_steps_that_a_scaler_leaves_out_are_not_taken():
 
     handler = job(9, 3, model=model, scheduler=schedule)
     scale = 2.0**127
-    handler._optimization.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    handler.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     handler.loss_and_metrics.loss_fn = lambda outputs, targets: 1000 * outputs.square().mean()
     handler.train(1)
     assert torch.equal(flat(model), before)
     assert handler.skipped == handler.step == 3
     assert handler.optimizer.param_groups[0]["lr"] == 0.1
-    assert handler._optimization.scaler.get_scale() == scale / 2**3
+    assert handler.optimizer_step.scaler.get_scale() == scale / 2**3
     handler.loss_and_metrics.loss_fn = lambda outputs, targets: outputs.mean() * torch.nan
     with pytest.raises(FloatingPointError, match="a loss of epoch 2 is not finite"):
         handler.train(2)
@@ -604,7 +619,7 @@ def test_gradients_are_unscaled_before_they_are_clipped():
     for scale in (None, 2.0**10):
         handler = job(9, 3, clip_norm=0.1, lr=1.0)
         if scale:
-            handler._optimization.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            handler.optimizer_step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         handler.train(1)
         weights.append(flat(handler.model))
     assert torch.allclose(*weights, atol=1e-6)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # for type checkers and editors
         EarlyStopping as EarlyStopping,
         LearningRateMonitor as LearningRateMonitor,
     )
+    from .training.data import eval_loader as eval_loader, train_loader as train_loader
+    from .training.ddp_model import wrap_model as wrap_model
     from .workers.executor import (
         ParallelExecutor as ParallelExecutor,
         parallel_on_all_devices as parallel_on_all_devices,
@@ -53,6 +55,8 @@ _MODULES = {
     "decorators": ("on_rank", "rank_first"),
     "handler": ("Handler",),
     "training.callbacks": ("Callback", "Checkpoint", "EarlyStopping", "LearningRateMonitor"),
+    "training.data": ("eval_loader", "train_loader"),
+    "training.ddp_model": ("wrap_model",),
     "workers.executor": ("ParallelExecutor", "parallel_on_all_devices", "parallelize_on_gpus"),
     "workers.run_ranks": ("run_ranks",),
     "config.loader": ("get_loader", "load_config"),

@@ -188,7 +188,7 @@ CONFIG = Section(
                 "master_port": _or_null(Rule("a port from 1 to 65535", _is_port)),
                 "timeout": _or_null(Rule("seconds, from 1 to a year", _is_seconds)),
                 "output_device": _or_null(_count(0)),
-                "find_unused_parameters": _flag(False),
+                "find_unused_parameters": _or_null(_flag(False)),
             }
         ),
         "training": Section(

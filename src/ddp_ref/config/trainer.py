@@ -19,7 +19,7 @@ from ..handler import Handler
 from ..initialize import DistInfo, _is_env_distributed, initialize_ddp
 from ..randomness import seed_everything
 from ..training.callbacks import Callback, Checkpoint, EarlyStopping
-from ..training.data import length_of, shard_loader
+from ..training.data import eval_loader, length_of
 from ..training.run_folder import LOG_FORMAT
 from .loader import dump_config
 from .schema import DEFAULT_STOPPING, check_config
@@ -77,6 +77,7 @@ class TrainerDDP:
             },
         )
         self._criterion = _RecordedCriterion(self.config["criterion"])
+        unused = parallel["find_unused_parameters"]
         self.handler = Handler(
             model,
             optimizer,
@@ -85,7 +86,7 @@ class TrainerDDP:
             callbacks=[self._criterion, *self._callbacks()],
             device=training["device"],
             run_dir=training["path"],
-            find_unused_parameters=parallel["find_unused_parameters"] or None,
+            ddp_options={} if unused is None else {"find_unused_parameters": unused},
             **{name: training[name] for name in HANDLER},
         )
         if isinstance(self._criterion.criterion, nn.Module):
@@ -110,7 +111,7 @@ class TrainerDDP:
             train_set, size("training"), drop_last=drop_last, **self._loading("training")
         )
         handler.set_val_loader(val_set, size("validation"), **self._loading("validation"))
-        test_loader = shard_loader(
+        test_loader = eval_loader(
             test_set, size("testing"), rank=0, world_size=1, **self._loading("testing")
         )
         assert handler.train_loader is not None and handler.val_loader is not None
@@ -140,7 +141,8 @@ class TrainerDDP:
                 "other data, change the configuration"
             )
         handler, path = self.handler, self.config["training"]["path"]
-        handler.val_loader = val_loader if len(val_loader.dataset) else None  # type: ignore[arg-type]
+        if not len(val_loader.dataset):  # type: ignore[arg-type]
+            handler.val_loader = None
         if path is not None:
             handler.load(path)
             self._check_checkpoint_fits(len(train_loader.dataset))  # type: ignore[arg-type]
@@ -165,9 +167,10 @@ class TrainerDDP:
         handler = self.handler
         if handler.step == 0:
             return
-        if handler.trained_on not in (None, samples):
+        before = handler.state.data["samples"]
+        if before not in (None, samples):
             raise ValueError(
-                f"the checkpoint is from a run on {handler.trained_on} training samples, but now "
+                f"the checkpoint is from a run on {before} training samples, but now "
                 f"there are {samples}, so test items could be trained on: use the same data and "
                 "fractions, or another training.path"
             )

@@ -1,10 +1,63 @@
-"""What a batch is: its inputs and targets, their device, and the number of samples."""
+"""What a batch is: how it meets the model, its device, and how many samples it has."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+CPU = torch.device("cpu")
+
+
+def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Feed the model the first part of an (inputs, targets) batch; return outputs and targets."""
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        kind = type(batch).__name__
+        size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise ValueError(
+            f"a batch must be (inputs, targets), not a {kind}{size}: pass forward= to Handler, or "
+            "give the loader a collate_fn that returns pairs"
+        )
+    return model(batch[0]), batch[1]
+
+
+def inputs_of(batch: Any) -> Any:
+    """Return the model's inputs: the first element of a tuple or list, else the batch itself."""
+    inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
+    if isinstance(inputs, str | bytes | list | tuple | int | float) and not _tensors_in(inputs):
+        raise ValueError(
+            f"a batch must start with a tensor with one row per sample, not with {inputs!r:.60}: "
+            "give the loader a collate_fn, or pass forward= to Handler"
+        )
+    return inputs
+
+
+def default_count(batch: Any) -> int:
+    """Return the number of samples: of the targets in a pair, else of the batch itself."""
+    is_pair = isinstance(batch, list | tuple) and len(batch) == 2
+    for part in reversed(batch) if is_pair else [batch]:
+        if (count := _samples_in(part)) is not None:
+            return count
+    raise ValueError(
+        f"cannot tell how many samples a batch of type {type(batch).__name__} has: pass count= to "
+        "Handler, or give the loader a collate_fn that returns tensors"
+    )
+
+
+def _samples_in(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return len(value) if value.dim() else None
+    if isinstance(graphs := getattr(value, "num_graphs", None), int):  # of PyTorch Geometric
+        return graphs
+    if isinstance(value, Mapping):
+        counts = map(_samples_in, value.values())
+        return next((count for count in counts if count is not None), None)
+    # default_collate makes a list with one tensor for each part of a target. Of a detection's
+    # targets, which are one dict per sample, the length counts.
+    parts = value if isinstance(value, list | tuple) else ()
+    if parts and not isinstance(parts[0], Mapping) and (count := _samples_in(parts[0])) is not None:
+        return count
+    return len(value) if hasattr(value, "__len__") and not isinstance(value, str) else None
 
 
 def move(value: Any, device: torch.device) -> Any:
@@ -15,41 +68,25 @@ def move(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=device.type != "cpu")
     if callable(to := getattr(value, "to", None)):  # a batch class of the user's own
         return to(device)
+    return _map_parts(value, lambda part: move(part, device))
+
+
+def detach(value: Any) -> Any:
+    """Return `value` with all its tensors detached from the graph."""
+    return value.detach() if isinstance(value, Tensor) else _map_parts(value, detach)
+
+
+def _map_parts(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        return {key: move(part, device) for key, part in value.items()}
+        return {key: function(part) for key, part in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move(part, device) for part in value))
+        return type(value)(*map(function, value))
     if isinstance(value, list | tuple):
-        return type(value)(move(part, device) for part in value)
+        return type(value)(map(function, value))
     return value
 
 
-def pair(batch: Any) -> tuple[Any, Any]:
-    """Return the inputs and the targets of a training batch."""
-    if not isinstance(batch, list | tuple) or len(batch) != 2:
-        kind = type(batch).__name__
-        size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
-        raise ValueError(
-            f"a batch must be (inputs, targets), not a {kind}{size}: change the data set's items, "
-            "or give the loader a collate_fn"
-        )
-    return batch[0], batch[1]
-
-
-def inputs_of(batch: Any) -> Any:
-    """Return the model's inputs: the first element of a tuple or list, else the batch itself."""
-    return batch[0] if isinstance(batch, list | tuple) else batch
-
-
-def samples_in(value: Any) -> int:
-    """Return the number of samples: the length of the first tensor, or of a list of dicts."""
-    if isinstance(value, Tensor) and value.dim():
-        return len(value)
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return len(value)  # of a detection's targets, one dict per sample
-    parts = value.values() if isinstance(value, Mapping) else value
-    if isinstance(parts, str) or not hasattr(parts, "__iter__"):
-        raise ValueError(
-            f"a batch must start with a tensor with one row per sample, not with {value!r:.60}"
-        )
-    return samples_in(next(iter(parts), None))
+def _tensors_in(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_tensors_in, value))
+    return isinstance(value, Tensor) or hasattr(value, "to")

@@ -15,10 +15,9 @@ class Callback:
     """Take part in `Handler.train`: subclass this and override the hooks you need.
 
     Every rank calls every hook, in the order of the handler's list, so a hook may make collective
-    calls if all ranks make them. If a hook raises an exception, all ranks raise it with its type
-    after the next summary: within an epoch, that is one step after the next multiple of
-    `sync_every` steps, and until then the rank keeps training. A signal ends training only after
-    all callbacks have run.
+    calls if all ranks make them. If a hook raises an exception, its process ends at once with its
+    own traceback, and the launcher or the closed connection ends the other ranks. A signal ends
+    training only after all callbacks have run.
     """
 
     handler: Any  # the Handler, which sets it when it gets this callback
@@ -61,8 +60,7 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         mode: str = "min",
     ) -> None:
-        if mode not in ("min", "max"):
-            raise ValueError(f'mode must be "min" or "max", not {mode!r}')
+        _check_mode(mode)
         if patience < 1 or not min_delta >= 0:
             raise ValueError(
                 "patience must be at least 1 and min_delta at least 0, "
@@ -108,10 +106,11 @@ class Checkpoint(Callback):
         every_steps: Save after this many optimizer steps; None for never.
         keep: How many of the newest files to keep.
         monitor: The name of a list in `handler.history`. If given, best.pt is the checkpoint of
-            the epoch with the best value so far: the lowest loss or the highest metric.
+            the epoch with the best value so far.
+        mode: "min" if lower values are better, "max" if higher ones are, such as an accuracy.
 
     Raises:
-        ValueError: If a number is not an integer of at least 1.
+        ValueError: If a number is not an integer of at least 1, or the mode is unknown.
     """
 
     def __init__(
@@ -121,12 +120,14 @@ class Checkpoint(Callback):
         every_steps: int | None = None,
         keep: int = 3,
         monitor: str | None = None,
+        mode: str = "min",
     ) -> None:
+        _check_mode(mode)
         numbers = {"every_epochs": every_epochs, "every_steps": every_steps, "keep": keep}
         for name, number in numbers.items():
             if number is not None:
                 check_count(name, number)
-        self.folder, self.monitor = Path(folder), monitor
+        self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_epochs, self.every_steps, self.keep = every_epochs, every_steps, keep
 
     def on_train_start(self) -> None:
@@ -149,9 +150,8 @@ class Checkpoint(Callback):
         if self.every_epochs and self.handler.epoch % self.every_epochs == 0:
             self._save()
         if self.monitor:
-            mode = "min" if self.monitor in ("train_loss", "val_loss") else "max"
             values = _monitored(self.handler, self.monitor)
-            if math.isfinite(values[-1]) and _waited(values, 0.0, mode) == 0:
+            if math.isfinite(values[-1]) and _waited(values, 0.0, self.mode) == 0:
                 self.handler.save(self.folder / "best.pt")
 
     def on_train_end(self) -> None:
@@ -209,6 +209,11 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("min", "max"):
+        raise ValueError(f'mode must be "min" or "max", not {mode!r}')
 
 
 def _monitored(handler: Any, name: str) -> Sequence[float]:

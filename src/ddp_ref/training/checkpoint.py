@@ -15,8 +15,9 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.serialization import get_crc32_options, set_crc32_options
+
+from .ddp_model import unwrap_model
 
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
 MARK = b"ddp_ref contents crc32 "  # and the checksum, in the zip archive's comment
@@ -131,17 +132,6 @@ def sweep(folder: str | Path) -> None:
     """Remove the temporary files of killed saves from `folder`. No other process may be saving."""
     for path in Path(folder).glob(".*.pt.*.tmp"):
         path.unlink(missing_ok=True)
-
-
-def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model inside DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -1,42 +1,58 @@
 """Each rank's copy of the model: wrapped in DistributedDataParallel (DDP)."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..randomness import generator_state, set_generator_state
 
-def wrap_model(
-    model: nn.Module, device: torch.device, distributed: bool, find_unused: bool | None
-) -> nn.Module:
-    """Move `model` to `device` and wrap it in DDP (collective if `distributed`).
+
+def wrap_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn.Module:
+    """Move `model` to `device`, and wrap it in DDP if a process group is open (collective).
 
     Args:
-        model: The model, not yet wrapped in DDP.
-        device: Where it trains.
-        distributed: Whether there are other ranks.
-        find_unused: DDP's `find_unused_parameters`. With None, the environment variable
-            DDP_FIND_UNUSED_PARAMETERS decides: 1, true, 0 or false.
+        model: The model, not yet wrapped in DDP; it may be compiled.
+        device: This rank's device, `initialize_ddp().device`.
+        **ddp_options: Keywords of DistributedDataParallel. Without `find_unused_parameters`, the
+            environment variable DDP_FIND_UNUSED_PARAMETERS decides: 1, true, 0 or false.
 
     Returns:
-        The wrapped model; on one process, or without a trainable parameter, the model itself.
+        The wrapped model; without a group, or without a trainable parameter, the model itself.
 
     Raises:
         ValueError: If the model already contains DDP.
     """
-    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
-        raise ValueError("the model is already wrapped in DDP: give Handler the model inside it")
-    model = model.to(device)
-    if not distributed or not any(part.requires_grad for part in model.parameters()):
+    model = move_model(model, device)
+    group = dist.is_available() and dist.is_initialized()
+    if not group or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        find_unused_parameters=_switch() if find_unused is None else find_unused,
-    )
+    options = {"find_unused_parameters": _switch()} | ddp_options
+    device_ids = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, **options)
+
+
+def move_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return `model` on `device`; ValueError if it already contains DDP."""
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        raise ValueError("the model is already wrapped in DDP: pass the model inside it")
+    return model.to(device)
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
@@ -44,6 +60,33 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Any
     if enabled or not isinstance(model, DistributedDataParallel):
         return nullcontext()
     return model.no_sync()
+
+
+def warm_up_ddp_buckets(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> None:
+    """Run one forward and backward pass so that a new DDP builds its final buckets; undo the rest.
+
+    DDP rebuilds its buckets after the first backward pass. On three ranks or more the buckets
+    decide in which order gradients are summed, so without this pass a resumed run would differ
+    from the uninterrupted one in the last bits.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return
+    rng_state, buffers = generator_state(device), copied_buffers(model)
+    loss().backward()
+    model.zero_grad()
+    restore_buffers(model, buffers)
+    set_generator_state(rng_state, device)
+
+
+def copied_buffers(model: nn.Module) -> list[Tensor]:
+    """Return copies of the buffers: a forward pass may change them, as BatchNorm does."""
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def restore_buffers(model: nn.Module, copies: list[Tensor]) -> None:
+    """Set the buffers of `model` back to what `copied_buffers` returned."""
+    for buffer, before in zip(model.buffers(), copies, strict=True):
+        buffer.copy_(before)
 
 
 def _switch(name: str = "DDP_FIND_UNUSED_PARAMETERS") -> bool:

@@ -1,5 +1,6 @@
 """Evaluate a model, each rank on its shard, and bring the outputs into data-set order."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, zip_longest
@@ -8,10 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from ..collectives import gather_objects, reduce_sum
-from .batches import inputs_of, move, samples_in
+from .batches import CPU, move
+from .loss_and_metrics import LossAndMetrics
+from .rank_sync import all_means
 from .sharded_data import gather_rows
+
+LEFT_OUT: Any = object()  # a part of the outputs without a batch dimension, such as a loss
 
 
 @contextmanager
@@ -33,17 +39,28 @@ def evaluating(model: nn.Module, distributed: bool) -> Iterator[None]:
             module.training = training
 
 
+def evaluate(
+    model: nn.Module, measure: LossAndMetrics, batches: Iterable[Any], distributed: bool
+) -> dict[str, float]:
+    """Return the mean loss and the metrics over all batches (collective if `distributed`)."""
+    sums = measure.new_sums(distributed)
+    with evaluating(model, distributed):
+        for batch in batches:
+            sums.add(measure.count(batch), measure(model, batch))
+    return all_means(sums, measure.device, distributed) | sums.compute()
+
+
 def outputs_in_order(
     function: Callable[[Any], Any],
-    batches: Iterable[Any],
+    loader: DataLoader[Any],
     device: torch.device,
     distributed: bool,
 ) -> Any:
     """Apply `function` to all batches and gather the outputs on rank 0 (collective).
 
     Args:
-        function: Takes a batch's inputs on `device`, returns one output per sample.
-        batches: This rank's batches, from `shard_loader`.
+        function: Takes a batch on `device`, returns one output per sample.
+        loader: This rank's batches, from `eval_loader`.
         device: Where `function` computes.
         distributed: Whether there are other ranks.
 
@@ -54,20 +71,21 @@ def outputs_in_order(
 
     Raises:
         ValueError: If there is not one output per item, or only some outputs are tensors.
-        TypeError: If an output is neither a tensor, a tuple, a dict nor a list.
+        TypeError: If an output is neither a tensor, a tuple, a dict, a dataclass nor a list.
     """
     tensors: list[Tensor] = []
     entries: list[Any] = []
-    for batch in batches:
-        inputs = inputs_of(batch)
-        samples = samples_in(inputs)
-        outputs = function(move(inputs, device))
+    left = len(loader.sampler)  # type: ignore[arg-type]  # a ShardSampler has a length
+    for batch in loader:
+        samples = min(left, loader.batch_size or 1)  # whatever a collate_fn makes of them
+        left -= samples
+        outputs = function(move(batch, device))
         if isinstance(outputs, Tensor):
             outputs = outputs if outputs.dim() else outputs.reshape(1)  # one item, squeezed
             _check_count(len(outputs), samples)
             tensors.append(outputs.cpu())
         else:
-            entries += _items(outputs, samples)
+            entries += _entries(outputs, samples)
     # A rank without items cannot tell which kind of output the other ranks have.
     counts: dict[str, float] = {"tensors": len(tensors), "lists": len(entries)}
     if distributed:
@@ -84,24 +102,42 @@ def outputs_in_order(
     return None if lists is None else _interleave_lists(lists)
 
 
-def _items(outputs: Any, samples: int) -> list[Any]:
-    """Split a batch's outputs into one entry per sample, on the CPU.
+def _entries(outputs: Any, samples: int) -> list[Any]:
+    """Split a batch's outputs into one entry per sample, on the CPU."""
+    entries = _split(outputs, samples)
+    if entries is LEFT_OUT:
+        raise TypeError(
+            "outputs must be tensors with one row per item, a tuple or dict of them, or a list, "
+            f"not {type(outputs).__name__}"
+        )
+    return entries
 
-    A list has one entry per sample already. A tuple or a dict has tensors with one row per sample:
-    each entry is then a tuple or a dict with that sample's rows.
+
+def _split(outputs: Any, samples: int) -> Any:
+    """Return one entry per sample, or LEFT_OUT for a part without a batch dimension.
+
+    A list has one entry per sample already. The parts of a tuple, a dict or a dataclass are split
+    one by one: each entry is then a tuple or a dict with that sample's rows.
     """
-    if isinstance(outputs, Tensor | list):
-        entries = list(outputs) if not isinstance(outputs, Tensor) or outputs.dim() else []
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, Mapping):
+        outputs = {part.name: getattr(outputs, part.name) for part in dataclasses.fields(outputs)}
+    if isinstance(outputs, Tensor) and outputs.dim():
+        entries = list(outputs.cpu())
+    elif isinstance(outputs, list):
+        entries = move(outputs, CPU)
     elif isinstance(outputs, Mapping):
-        rows = zip(*(_items(part, samples) for part in outputs.values()), strict=True)
-        entries = [dict(zip(outputs, row, strict=True)) for row in rows]
+        parts = {name: _split(part, samples) for name, part in outputs.items()}
+        parts = {name: part for name, part in parts.items() if part is not LEFT_OUT}
+        entries = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
     elif isinstance(outputs, tuple):
-        entries = list(zip(*(_items(part, samples) for part in outputs), strict=True))
+        rows = [part for o in outputs if (part := _split(o, samples)) is not LEFT_OUT]
+        entries = list(zip(*rows, strict=True))
     else:
-        kind = type(outputs).__name__
-        raise TypeError(f"outputs must be tensors, a tuple or dict of them, or a list, not {kind}")
+        return LEFT_OUT
+    if not entries and not isinstance(outputs, list):
+        return LEFT_OUT  # no part has a batch dimension
     _check_count(len(entries), samples)
-    return move(entries, torch.device("cpu"))
+    return entries
 
 
 def _check_count(outputs: int, samples: int) -> None:

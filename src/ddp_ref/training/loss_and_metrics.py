@@ -1,23 +1,92 @@
-"""The loss and the metrics of a batch, each a mean over its samples."""
+"""The loss and the metrics of a batch, and their running sums over an epoch."""
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .batches import move, pair, samples_in
-from .rank_sync import Sums, Value
+from .batches import default_count, default_forward, detach, move
+
+Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
+Count = Callable[[Any], int | Tensor]
+
+
+class Measured(NamedTuple):
+    """What one batch gives: the loss for backward, and what the epoch's means need."""
+
+    loss: Tensor
+    values: list[Tensor]  # the loss and the metrics, as float64 copies on the device
+    outputs: Any  # for metric objects; None if there are none
+    targets: Any
+
+
+class RunningSums:
+    """Sums over one rank's samples, in float64 on its device. Adding never waits for the device.
+
+    The sums are cumulative: they are never reset when the ranks synchronize, so the sync interval
+    cannot change a mean.
+    """
+
+    def __init__(
+        self, names: Sequence[str], device: torch.device, objects: Mapping[str, Any] | None = None
+    ) -> None:
+        self.names, self.count, self.objects = list(names), 0, dict(objects or {})
+        self.totals = [torch.zeros((), dtype=torch.float64, device=device) for _ in names]
+
+    def add(self, count: int, measured: Measured) -> None:
+        """Add a batch whose means are over `count` samples."""
+        if count == 0:
+            return  # a mean over nothing may be NaN
+        self.count += count
+        for total, value in zip(self.totals, measured.values, strict=True):
+            total.add_(value, alpha=count)
+        for metric in self.objects.values():
+            metric.update(measured.outputs, measured.targets)
+
+    def compute(self) -> dict[str, float]:
+        """Return the value of each metric object (collective if they reduce over ranks)."""
+        return {name: _number(name, metric.compute()) for name, metric in self.objects.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that was added, for a checkpoint."""
+        objects = {n: m.state_dict() for n, m in self.objects.items() if hasattr(m, "state_dict")}
+        return {"count": self.count, "totals": torch.stack(self.totals), "objects": objects}
+
+    def add_state(self, state: Mapping[str, Any], with_objects: bool) -> None:
+        """Add what `state_dict` returned, on this rank or on another one."""
+        self.count += state["count"]
+        for total, value in zip(self.totals, state["totals"], strict=True):
+            total += value.to(total.device)
+        for name, saved in state["objects"].items() if with_objects else ():
+            self.objects[name].load_state_dict(saved)
 
 
 class LossAndMetrics:
-    """Compute `loss_fn(outputs, targets)` and each metric on `device`, under `autocast`."""
+    """Compute `loss_fn(outputs, targets)` and each metric on `device`, under `autocast`.
+
+    Args:
+        loss_fn: Returns the mean loss of the batch.
+        metrics: By name, functions that return a mean over the batch, or objects with `update`,
+            `compute` and `reset`.
+        forward: Maps (model, batch) to (outputs, targets). Default: a batch is (inputs, targets).
+        count: Returns how many samples the means of a batch are over. Default: its length.
+        device: Where batches are moved before `forward` sees them.
+        autocast: Returns the context of the forward pass.
+
+    Raises:
+        ValueError: If a metric is named "loss", or is a method of a metric object.
+    """
 
     def __init__(
         self,
         loss_fn: Callable[[Any, Any], Tensor],
-        metrics: Mapping[str, Callable[[Any, Any], Value]],
+        metrics: Mapping[str, Any],
+        *,
+        forward: Forward | None,
+        count: Count | None,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
@@ -25,38 +94,82 @@ class LossAndMetrics:
             raise ValueError(
                 'a metric cannot be named "loss", which is the loss: choose another name'
             )
-        if isinstance(loss_fn, nn.Module):  # it may have class weights
-            loss_fn.to(device)
-        self.loss_fn, self.metrics, self.device, self.autocast = loss_fn, metrics, device, autocast
+        for name, metric in metrics.items():
+            if _accumulates(getattr(metric, "__self__", None)):
+                raise ValueError(
+                    f"metric {name!r} is a method of a metric object, which would count each "
+                    "sample twice: pass the object itself"
+                )
+        for part in (loss_fn, *metrics.values()):
+            if isinstance(part, nn.Module):  # it may have class weights, or a metric's state
+                part.to(device)
+        self.loss_fn, self.device, self.autocast = loss_fn, device, autocast
+        self.functions = {n: metric for n, metric in metrics.items() if not _accumulates(metric)}
+        self.objects = {n: metric for n, metric in metrics.items() if _accumulates(metric)}
+        self.forward, self.has_count = forward or default_forward, count is not None
+        self._count = count or default_count
 
-    def new_sums(self) -> Sums:
-        """Return empty sums for the loss and the metrics."""
-        return Sums(["loss", *self.metrics], self.device)
+    def count(self, batch: Any) -> int:
+        """Return how many samples the means of `batch` are over."""
+        count = int(self._count(batch))
+        if count == 0 and not self.has_count:
+            raise ValueError("a batch has no samples: make the collate_fn keep at least one")
+        return count
 
-    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Value]]:
-        """Return the loss of `batch` for backward, and the values by name, the loss among them."""
-        inputs, targets = pair(move(batch, self.device))
+    def __call__(self, model: nn.Module, batch: Any) -> Measured:
+        """Run the forward pass, the loss and the metric functions."""
         with self.autocast():
-            outputs = model(inputs)
+            outputs, targets = self.forward(model, move(batch, self.device))
             loss = self.loss_fn(outputs, targets)
-            return loss, {"loss": loss} | self._metrics(outputs, targets)
+            values = [_float64_copy("loss", loss, self.device)]
+            if self.functions:
+                with torch.no_grad():
+                    for name, metric in self.functions.items():
+                        values.append(_float64_copy(name, metric(outputs, targets), self.device))
+        if not self.objects:
+            return Measured(loss, values, None, None)
+        return Measured(loss, values, detach(outputs), targets)
 
-    def _metrics(self, outputs: Any, targets: Any) -> dict[str, Value]:
-        if not self.metrics:
-            return {}
-        with torch.no_grad():
-            return {name: metric(outputs, targets) for name, metric in self.metrics.items()}
+    def new_sums(self, distributed: bool) -> RunningSums:
+        """Return empty sums, with copies of the metric objects.
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return only the loss of `batch`."""
-        inputs, targets = pair(move(batch, self.device))
-        with self.autocast():
-            return self.loss_fn(model(inputs), targets)
+        Training and validation need objects of their own: an epoch of validation must not reset
+        what the epoch of training has seen.
+        """
+        objects = copy.deepcopy(self.objects)
+        for metric in objects.values():
+            metric.reset()
+            if hasattr(metric, "persistent"):  # torchmetrics: put the state into state_dict()
+                metric.persistent(True)
+            if hasattr(metric, "sync_on_compute"):  # torchmetrics reduces over ranks by itself
+                metric.sync_on_compute = distributed
+        return RunningSums(["loss", *self.functions], self.device, objects)
 
-    def over(self, model: nn.Module, batches: Iterable[Any]) -> Sums:
-        """Return the sums over all `batches`."""
-        sums = self.new_sums()
-        for batch in batches:
-            _, values = self(model, batch)
-            sums.add(samples_in(pair(batch)[1]), sums.means(values))
-        return sums
+
+def _accumulates(metric: Any) -> bool:
+    """Say whether `metric` is an object that accumulates by itself, as torchmetrics' do."""
+    if isinstance(metric, type):
+        return False
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _float64_copy(name: str, value: Any, device: torch.device) -> Tensor:
+    """Return one number as a float64 tensor; a copy, because a metric may reuse its tensor."""
+    try:
+        if not isinstance(value, Tensor):
+            return torch.tensor(float(value), dtype=torch.float64, device=device)
+        number = value.detach().to(device, torch.float64, copy=True)
+        return number.reshape(()) if number.dim() else number
+    except (TypeError, RuntimeError, ValueError) as error:
+        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be one number, a mean over samples, not {what}") from error
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, RuntimeError, ValueError) as error:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+        raise ValueError(
+            f"compute() of metric {name!r} must return one number, not {what}"
+        ) from error

@@ -1,5 +1,6 @@
 """One optimizer step: precision, clipping, non-finite gradients and the scheduler."""
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Optimization:
+class OptimizerStep:
     """Turn losses into optimizer steps: call `backward` for each batch of a step, then `step` once.
 
     Args:
@@ -38,8 +39,6 @@ class Optimization:
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0, or None, not {clip_norm!r}")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError("LBFGS runs the model several times per step: use another optimizer")
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", not {on_nonfinite!r}')
         _check_precision(precision, device)
@@ -77,16 +76,16 @@ class Optimization:
         self.skipped += not taken
         return taken
 
-    def end_epoch(self, loss: float) -> None:
+    def step_epoch_scheduler(self, loss: float) -> None:
         """Step a per-epoch scheduler; `loss` is the value for ReduceLROnPlateau."""
         if self.unit == "epoch":
             plateau = isinstance(self.scheduler, ReduceLROnPlateau)
             self.scheduler.step(loss) if plateau else self.scheduler.step()
 
-    def parts(self) -> list[tuple[str, Any]]:
-        """Return the objects with a state dict, each with its name in a checkpoint."""
+    def parts(self) -> dict[str, Any]:
+        """Return the objects with a state dict, by their name in a checkpoint."""
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
-        return [(name, part) for name, part in parts.items() if part is not None]
+        return {name: part for name, part in parts.items() if part is not None}
 
     def _clip(self) -> bool:
         """Clip the gradients; return False if this step must be skipped as they are not finite."""
@@ -94,17 +93,24 @@ class Optimization:
             return True
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.skip_nonfinite and not torch.isfinite(
-            norm
-        ):  # the gradients are reduced, so all ranks agree
+        # DDP has already averaged the gradients, so all ranks agree.
+        if self.skip_nonfinite and not torch.isfinite(norm):
             return False
         if self.clip_norm is not None:
             nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
         return True
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError if `optimizer` has parameters that do not belong to `model`."""
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise TypeError or ValueError unless `optimizer` is one Optimizer of `model`'s parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(
+            f"optimizer must be one torch.optim.Optimizer, not a {kind}: with several optimizers, "
+            "as for a GAN, write your own loop with wrap_model and train_loader"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS runs the model several times per step: use another optimizer")
     own = {id(parameter) for parameter in model.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if others := sum(id(parameter) not in own for parameter in given):
@@ -115,17 +121,37 @@ def check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
         )
 
 
+def move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Move the optimizer's state to the device of its parameters.
+
+    Adagrad creates its state in the constructor, so before the model moves to the GPU.
+    """
+    if optimizer.state:
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
     """Return the scheduler and when it steps: "epoch" or "step"."""
     if scheduler is None:
         return None, None
-    if not isinstance(scheduler, tuple):
-        return scheduler, "epoch"
-    if len(scheduler) != 2 or scheduler[1] not in ("step", "epoch"):
-        raise ValueError(f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r}')
-    if isinstance(scheduler[0], ReduceLROnPlateau) and scheduler[1] == "step":
-        raise ValueError('ReduceLROnPlateau needs the loss of an epoch: pass it without "step"')
-    return scheduler
+    pair = scheduler if isinstance(scheduler, tuple) else (scheduler, "epoch")
+    step = getattr(pair[0], "step", None)
+    if len(pair) != 2 or pair[1] not in ("step", "epoch") or not callable(step):
+        raise ValueError(
+            f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r:.100}'
+        )
+    if isinstance(pair[0], ReduceLROnPlateau):
+        if pair[1] == "step":
+            raise ValueError('ReduceLROnPlateau needs the loss of an epoch: pass it without "step"')
+        return pair
+    arguments = [p for p in inspect.signature(step).parameters.values() if p.default is p.empty]
+    if needed := [p.name for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
+        raise ValueError(
+            f"{type(pair[0]).__name__}.step() needs {', '.join(needed)}, but Handler calls step() "
+            "without arguments: use one of torch's schedulers, such as SequentialLR, or step yours "
+            "in a Callback"
+        )
+    return pair
 
 
 def _check_precision(precision: str, device: torch.device) -> None:

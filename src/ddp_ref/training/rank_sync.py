@@ -1,13 +1,13 @@
 """How ranks share results and decide together: one small summary, reduced while training goes on.
 
-Between two summaries a rank only adds to a small vector on its device, and waits for nobody. A
+Between two summaries a rank only adds to a few numbers on its device, and waits for nobody. A
 summary that starts after step k overlaps step k + 1 and is read when that step ends.
 """
 
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,100 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..decorators import on_rank
-
-Value = float | Tensor  # a Python number or a tensor of one element
-
-
-class Sums:
-    """Sums over one rank's samples, in float64 on its device. Adding never waits for the device.
-
-    The sums are cumulative: they are never reset when the ranks synchronize, so the sync interval
-    cannot change a mean.
-    """
-
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names, self.samples = list(names), 0
-        self.device = device
-        self.sums = [torch.zeros((), dtype=torch.float64, device=device) for _ in names]
-
-    def means(self, values: Mapping[str, Value]) -> list[Tensor]:
-        """Return a batch's means in the form that `add` takes: float64 copies on the device."""
-        return [_number(name, values[name], self.device) for name in self.names]
-
-    def add(self, samples: int, means: Sequence[Tensor]) -> None:
-        """Add a batch of `samples` samples with these means."""
-        self.samples += samples
-        for total, mean in zip(self.sums, means, strict=True):
-            total.add_(mean, alpha=samples)
-
-    def state(self) -> Tensor:
-        """Return the number of samples and the sums as one CPU tensor, for a checkpoint."""
-        samples = torch.tensor([self.samples], dtype=torch.float64)
-        return torch.cat([samples, torch.stack(self.sums).cpu()])
-
-    def add_state(self, state: Tensor) -> None:
-        """Add the samples and sums that `state` returned."""
-        self.samples += int(state[0])
-        for total, value in zip(self.sums, state[1:], strict=True):
-            total += value.to(self.device)
-
-    def summary(self, distributed: bool) -> "GlobalSummary":
-        """Return the summary over all ranks, with one all-gather (collective)."""
-        return self.start_summary(distributed, flags=())()
-
-    def start_summary(
-        self, distributed: bool, flags: Sequence[float]
-    ) -> Callable[[], "GlobalSummary"]:
-        """Start to gather the sums and `flags` of all ranks (collective).
-
-        Returns:
-            A function that waits for the gather to finish and returns the summary.
-        """
-        heads = torch.tensor([self.samples, *flags], dtype=torch.float64)
-        heads = heads.to(self.device, non_blocking=True)
-        packed = torch.cat([heads, torch.stack(self.sums)])
-        wait = _start_gather(packed) if distributed else lambda: [packed]
-        return lambda: self._add_up(wait())
-
-    def _add_up(self, ranks: list[Tensor]) -> "GlobalSummary":
-        # Python adds the numbers in rank order, so every rank gets the same bits.
-        numbers = [sum(column) for column in zip(*torch.stack(ranks).tolist(), strict=True)]
-        first = len(numbers) - len(self.names)
-        (samples, *flags), sums = numbers[:first], numbers[first:]
-        means = {
-            name: value / samples if samples else math.nan
-            for name, value in zip(self.names, sums, strict=True)
-        }
-        # sums[0] is the loss; the rest are metrics. A sum that was non-finite once stays so.
-        return GlobalSummary(means, not math.isfinite(sums[0]), *(flag > 0 for flag in flags))
-
-
-def _start_gather(vector: Tensor) -> Callable[[], list[Tensor]]:
-    """Start to gather `vector`; return a function that waits for all ranks' vectors (collective).
-
-    A few numbers cost latency, not bandwidth: gloo's all-gather goes around its ring once, its
-    all-reduce twice.
-    """
-    vectors = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
-    work = dist.all_gather(vectors, vector, async_op=True)
-
-    def wait() -> list[Tensor]:
-        work.wait()
-        return vectors
-
-    return wait
-
-
-def _number(name: str, value: Any, device: torch.device) -> Tensor:
-    try:
-        if not isinstance(value, Tensor):
-            return torch.tensor(float(value), dtype=torch.float64, device=device)
-        number = value.detach().to(device, torch.float64, copy=True)
-        return number.reshape(()) if number.dim() else number
-    except (TypeError, RuntimeError, ValueError) as error:
-        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name} must be one number, a mean over samples, not {what}") from error
+from .loss_and_metrics import RunningSums
 
 
 @dataclass(frozen=True)
@@ -118,9 +25,8 @@ class GlobalSummary:
 
     means: dict[str, float]
     nonfinite: bool
-    stop: bool = False
-    signalled: bool = False
-    failed: bool = False
+    stop: bool
+    signalled: bool
 
 
 @dataclass
@@ -128,86 +34,111 @@ class LocalFlags:
     """What this rank reports in the next summary."""
 
     stop: bool = False
-    error: Exception | None = None
     signals: list[int] = field(default_factory=list)
-
-    def numbers(self) -> list[float]:
-        """Return the flags as numbers to sum, in the order of GlobalSummary's fields."""
-        return [self.stop, bool(self.signals), self.error is not None]
 
 
 class RankSync:
-    """One rank's part in the decisions that all ranks take together."""
+    """Share the sums and flags of all ranks: `start` a summary, `finish` it later."""
 
-    def __init__(self, distributed: bool) -> None:
-        self.distributed, self.local = distributed, LocalFlags()
-        self._fatal: BaseException | None = None
+    def __init__(self, device: torch.device, distributed: bool) -> None:
+        self.device, self.distributed, self.flags = device, distributed, LocalFlags()
         self._pending: Callable[[], GlobalSummary] | None = None
+        self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def call(self, callbacks: Iterable[Any], hook: str) -> None:
-        """Call `hook` on each callback; keep the first exception until the ranks synchronize."""
-        for callback in callbacks:
-            try:
-                getattr(callback, hook)()
-            except Exception as error:
-                if error is self._fatal:
-                    raise
-                # Later callbacks still run: they run on the other ranks too, and one of them may
-                # make a collective call.
-                self.local.error = self.local.error or error
+    def reset(self) -> None:
+        """Drop flags and a pending summary that an exception may have left behind."""
+        self.flags, self._pending = LocalFlags(), None
 
-    def start(self, sums: Sums) -> None:
-        """Start to share this rank's sums and flags (collective)."""
-        numbers, self.local.stop = self.local.numbers(), False
-        self._pending = sums.start_summary(self.distributed, numbers)
+    def start(self, sums: RunningSums) -> None:
+        """Start to share this rank's sums and flags; waits for nobody (collective)."""
+        numbers = [sums.count, self.flags.stop, bool(self.flags.signals)]
+        self.flags.stop = False
+        head = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
+        ranks, work = [torch.cat([head, torch.stack(sums.totals)])], None
+        if self.distributed:
+            # A few numbers cost latency, not bandwidth: gloo's all-gather goes around its ring
+            # once, its all-reduce twice.
+            own, ranks = (
+                ranks[0],
+                [torch.empty_like(ranks[0]) for _ in range(dist.get_world_size())],
+            )
+            work = dist.all_gather(ranks, own, async_op=True)
+        names, read = sums.names, self._copy_to_host(ranks, work)
+        self._pending = lambda: _add_up(names, read())
 
     def finish(self) -> GlobalSummary | None:
-        """Wait for the summary that `start` began (collective).
+        """Wait for the summary that `start` began; None if there is none."""
+        read, self._pending = self._pending, None
+        return None if read is None else read()
 
-        Returns:
-            The summary, or None if no summary is pending.
+    def _copy_to_host(self, ranks: list[Tensor], work: dist.Work | None) -> Callable[[], Tensor]:
+        """Return a function that waits for `work` and returns `ranks` in one tensor on the CPU.
 
-        Raises:
-            Exception: On every rank, what a callback raised on any rank.
+        On a GPU, a side stream waits and copies, so neither the training stream nor the host waits
+        for the ranks before the function is called.
         """
-        if self._pending is None:
-            return None
-        wait, self._pending = self._pending, None
-        summary = wait()
-        if summary.failed:
-            self._raise_failure()
-        return summary
+        if self._side_stream is None:
+            return lambda: (work and work.wait(), torch.stack(ranks))[1]
+        self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side_stream):
+            if work:
+                work.wait()
+            stacked = torch.stack(ranks)
+            host = torch.empty_like(stacked, device="cpu", pin_memory=True)
+            host.copy_(stacked, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._side_stream)
 
-    def _raise_failure(self) -> None:
-        error, self.local.error = self.local.error, None
-        with self.fatal_errors():
-            if self.distributed:
-                on_rank(range(dist.get_world_size()))(_raise)(error)
-            else:
-                _raise(error)
+        def read() -> Tensor:
+            copied.synchronize()
+            ranks.clear()  # only now may the allocator use their memory for something else
+            return host
 
-    def raise_unreported(self, cause: BaseException) -> None:
-        """Raise a callback's error that no summary has reported yet; training ended by `cause`.
+        return read
 
-        If the callback failed before a collective call that the other ranks wait in, the ranks
-        cannot synchronize any more. A pending summary is dropped, so that training can start again.
-        """
-        error, self.local.error, self._pending = self.local.error, None, None
-        if error is not None and isinstance(cause, Exception):
-            raise error from cause
 
-    @contextmanager
-    def fatal_errors(self) -> Iterator[None]:
-        """Make an exception in the block end this rank's training at once, also in a callback.
+def all_means(sums: RunningSums, device: torch.device, distributed: bool) -> dict[str, float]:
+    """Return the means over all ranks (collective if `distributed`)."""
+    sync = RankSync(device, distributed)
+    sync.start(sums)
+    summary = sync.finish()
+    assert summary is not None
+    return summary.means
 
-        Either all ranks raise it, or the other ranks wait in a collective of the block: in both
-        cases the ranks cannot synchronize any more.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self._fatal = error
-            raise
+
+def _add_up(names: Sequence[str], ranks: Tensor) -> GlobalSummary:
+    # Python adds the numbers in rank order, so every rank gets the same bits.
+    count, stop, signalled, *sums = [sum(column) for column in zip(*ranks.tolist(), strict=True)]
+    means = {n: total / count if count else math.nan for n, total in zip(names, sums, strict=True)}
+    # sums[0] is the loss; the rest are metrics. A sum that was non-finite once stays so.
+    return GlobalSummary(means, not math.isfinite(sums[0]), stop > 0, signalled > 0)
+
+
+class WindowCount:
+    """How many samples the gradient of one optimizer step is a mean over.
+
+    DDP averages the ranks' gradients as if all ranks had the same count. If counts may differ, the
+    ranks sum them while the forward pass runs, and each rank scales its loss so that DDP's average
+    becomes the mean over all samples.
+    """
+
+    def __init__(self, counts: Sequence[int], device: torch.device, exact: bool) -> None:
+        self.own = sum(counts)
+        self._work: dist.Work | None = None
+        self._factor: Tensor | None = None
+        if exact:
+            self._total = torch.tensor(float(self.own), dtype=torch.float64).to(device)
+            self._work = dist.all_reduce(self._total, async_op=True)
+
+    def scale(self, loss: Tensor, count: int) -> Tensor:
+        """Return the share of `loss`, a mean over `count` samples, in the mean over all."""
+        if self._work is None:
+            share = count / max(self.own, 1)
+            return loss if share == 1 else loss * share
+        if self._factor is None:
+            self._work.wait()  # on a GPU the stream waits, not the host
+            self._factor = dist.get_world_size() / self._total.clamp(min=1)
+        return loss * (count * self._factor).to(loss.dtype)
 
 
 @contextmanager
@@ -240,8 +171,3 @@ def caught_signals(into: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
     for number in into:
         signal.raise_signal(number)
-
-
-def _raise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error

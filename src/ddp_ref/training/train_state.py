@@ -1,16 +1,44 @@
-"""What a run needs besides its weights to resume as if it had never stopped."""
+"""Where a run is, and everything besides its weights that a checkpoint holds."""
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ..collectives import gather_objects
 from ..randomness import generator_state, seed_everything, set_generator_state
+from .batches import CPU, move
+from .checkpoint import load_weights, weights
+from .loss_and_metrics import RunningSums
 
+SAVED = ("epoch", "step", "samples_seen", "history", "data", "due_loss")
 STATEFUL = {"optimizer", "scheduler", "scaler"}
+
+
+@dataclass
+class TrainState:
+    """The progress of a run."""
+
+    sums: RunningSums  # of this epoch, on this rank
+    epoch: int = 0  # how many epochs have ended
+    step: int = 0  # how many optimizer steps were taken, in all epochs
+    samples_seen: int = 0  # how many samples of this epoch all ranks together have drawn
+    history: dict[str, list[float]] = field(default_factory=dict)
+    data: dict[str, int | None] = field(default_factory=dict)  # what this epoch's data is
+    running: dict[str, float] = field(default_factory=dict)  # this epoch's means, last summary
+    due_loss: float | None = None  # an epoch has ended, and its scheduler has not stepped yet
+    warmed_up: bool = True  # False until the first step of a run that was resumed
+
+    def record(self, values: Mapping[str, float], names: Sequence[str]) -> None:
+        """Append an epoch's values to the history, and NaN to a validation list without a value."""
+        missed = [f"val_{name}" for name in names if f"val_{name}" in self.history]
+        for name in [*values, *(name for name in missed if name not in values)]:
+            column = self.history.setdefault(name, [])
+            column += [math.nan] * (self.epoch - len(column))
+            column.append(values.get(name, math.nan))
 
 
 class RngState:
@@ -19,7 +47,7 @@ class RngState:
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
         self.seed, self.rank, self.device = seed, rank, device
         self._seeded = False
-        self._loaded: dict[str, Any] | None = None  # loaded or captured, and not yet restored
+        self._loaded: dict[str, Any] | None = None  # loaded, and not yet restored
 
     def start(self) -> None:
         """Seed the generators at the first call, differently on each rank, for dropout."""
@@ -40,64 +68,76 @@ class RngState:
         if state is None:
             seed_everything(self.seed, self.rank, step)
 
-    def capture(self) -> None:
-        """Keep the current state for `restore`, unless a loaded state is waiting already."""
-        self._loaded = self.state()
-
     def restore(self) -> None:
-        """Set the generators to the loaded or captured state, at the point where it was taken."""
+        """Set the generators to the loaded state, at the point where it was taken."""
         if self._loaded is not None:
             set_generator_state(self._loaded, self.device)
             self._loaded = None
 
 
-def warm_up_ddp_buckets(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> None:
-    """Run one forward and backward pass so that a new DDP builds its final buckets; undo the rest.
+def capture(handler: Any) -> dict[str, Any] | None:
+    """Return on rank 0 what a checkpoint holds, with all tensors on the CPU (collective).
 
-    DDP rebuilds its buckets after the first backward pass. On three ranks or more the buckets
-    decide in which order gradients are summed, so without this pass a resumed run would differ
-    from the uninterrupted one in the last bits.
+    A checkpoint that named a GPU could not be loaded on a machine without one.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return
-    rng_state, buffers = generator_state(device), copied_buffers(model)
-    loss().backward()
-    model.zero_grad()
-    restore_buffers(model, buffers)
-    set_generator_state(rng_state, device)
+    own = move({"rng": handler.rng.state(), "sums": handler.state.sums.state_dict()}, CPU)
+    ranks = gather_objects(own) if handler.info.distributed else [own]
+    if ranks is None:
+        return None
+    parts = handler.optimizer_step.parts()
+    return {
+        "model": move(weights(handler.model), CPU),
+        "ranks": ranks,
+        "skipped": handler.skipped,
+        **_identity(handler),
+        **{name: getattr(handler.state, name) for name in SAVED},
+        **{name: move(part.state_dict(), CPU) for name, part in parts.items()},
+    }
 
 
-def copied_buffers(model: nn.Module) -> list[Tensor]:
-    """Return copies of the buffers: a forward pass may change them, as BatchNorm does."""
-    return [buffer.clone() for buffer in model.buffers()]
+def restore(handler: Any, path: Path, saved: Mapping[str, Any]) -> None:
+    """Continue the run whose `capture` was saved in `path`, also at another world size."""
+    state, parts = handler.state, handler.optimizer_step.parts()
+    _check_fits(path, saved, set(parts), _identity(handler))
+    load_weights(handler.model, saved["model"])
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    for name in SAVED:
+        setattr(state, name, saved[name])
+    handler.optimizer_step.skipped = saved["skipped"]
+    rank, world_size, ranks = handler.rank, handler.info.world_size, saved["ranks"]
+    same_world = len(ranks) == world_size
+    handler.rng.load(ranks[rank]["rng"] if same_world else None, state.step)
+    # At another world size, gradients are summed in another order anyway.
+    state.warmed_up = not same_world or state.step == 0
+    state.running = {}
+    state.sums = handler.loss_and_metrics.new_sums(handler.info.distributed)
+    for past in ranks[rank::world_size]:  # at another world size, a share of the sums
+        state.sums.add_state(past["sums"], with_objects=same_world)
 
 
-def restore_buffers(model: nn.Module, copies: list[Tensor]) -> None:
-    """Set the buffers of `model` back to what `copied_buffers` returned."""
-    for buffer, before in zip(model.buffers(), copies, strict=True):
-        buffer.copy_(before)
-
-
-def check_fits(
-    where: Path, state: Mapping[str, Any], parts: Collection[str], own: Mapping[str, Any]
+def _check_fits(
+    path: Path, saved: Mapping[str, Any], parts: set[str], own: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError unless this Handler can load `state`.
-
-    Args:
-        where: The checkpoint's path, for the message.
-        state: The checkpoint.
-        parts: The stateful parts that this Handler has, of STATEFUL.
-        own: Settings of this Handler that must equal the checkpoint's.
-    """
-    known = STATEFUL & state.keys()
-    if "ranks" not in state or known != set(parts):
+    """Raise ValueError unless a Handler with these `parts` and settings can load `saved`."""
+    known = STATEFUL & saved.keys()
+    if "ranks" not in saved or known != parts:
         raise ValueError(
-            f"{where} has the state of {', '.join(sorted(known)) or 'no optimizer'}, but this "
+            f"{path} has the state of {', '.join(sorted(known)) or 'no optimizer'}, but this "
             f"Handler has {', '.join(sorted(parts))}: create it as the run that saved did"
         )
     for name, value in own.items():
-        if state[name] != value:
+        if saved[name] != value:
             raise ValueError(
-                f"{where} was saved with {name} {state[name]!r}, not {value!r}: create this "
+                f"{path} was saved with {name} {saved[name]!r}, not {value!r}: create this "
                 "Handler with the same value, or start from scratch in another folder"
             )
+
+
+def _identity(handler: Any) -> dict[str, Any]:
+    """Return the settings that a checkpoint and the Handler that loads it must share."""
+    return {
+        "seed": handler.seed,
+        "metrics": list(handler.metrics),
+        "optimizer_type": type(handler.optimizer).__name__,
+    }

@@ -1,0 +1,71 @@
+"""A DataLoader whose worker processes leave signals to their rank, and exit with it."""
+
+import ctypes
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import cache, partial
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Loader(DataLoader[Any]):
+    """A DataLoader that draws nothing from the global generator."""
+
+    def __init__(self, dataset: Dataset[Any], **options: Any) -> None:
+        self.own_init_fn = options.get("worker_init_fn")  # what the user passed
+        self.has_own_generator = options.get("generator") is not None
+        if options.get("num_workers"):
+            from_main = threading.current_thread() is threading.main_thread()
+            options["worker_init_fn"] = partial(_start_worker, self.own_init_fn, from_main)
+        if not self.has_own_generator:
+            options["generator"] = torch.Generator()  # for the seeds of the workers
+        super().__init__(dataset, **options)
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        if self.num_workers:
+            _workers_of(os.getpid()).update(getattr(batches, "_workers", ()))
+        return batches
+
+
+def _start_worker(then: Callable[[int], None] | None, from_main: bool, worker_id: int) -> None:
+    """Ignore SIGTERM and SIGUSR1, which are for the rank, exit with it, then call `then`."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # A forked worker keeps the rank's sockets open, so until it exits, no peer notices that the
+    # rank died. torch checks for the parent only every 5 seconds. The signal comes when the thread
+    # that forked the worker ends, so it is right only if that was the main thread.
+    if sys.platform == "linux" and from_main:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if then:
+        then(worker_id)
+
+
+@cache
+def _workers_of(pid: int) -> "weakref.WeakSet[BaseProcess]":
+    """Return the workers of this process, whose id is `pid`: a forked process has its own.
+
+    When the process ends, they are killed: multiprocessing would join them without a timeout.
+    """
+    workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
+    multiprocessing.util.Finalize(None, _kill, (workers,), exitpriority=0)
+    return workers
+
+
+def _kill(workers: "weakref.WeakSet[BaseProcess]") -> None:
+    left = [worker for worker in workers if worker.is_alive()]
+    if left:
+        # torch's handler raises if a worker is killed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in left:
+        worker.kill()

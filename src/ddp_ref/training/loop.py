@@ -1,0 +1,190 @@
+"""The training loop: an epoch and a step, from top to bottom. Read this file first."""
+
+import warnings
+from typing import Any
+
+import torch
+
+from .checkpoint import NAME
+from .ddp_model import copied_buffers, gradient_sync, restore_buffers, warm_up_ddp_buckets
+from .rank_sync import GlobalSummary, RankSync, WindowCount, caught_signals
+
+EXIT_CODE = 143  # of a process that SIGTERM ended
+NONFINITE = 'lower the learning rate, set clip_norm, or use on_nonfinite="skip"'
+
+
+class TrainLoop:
+    """Run the epochs of a Handler.
+
+    Within an epoch the ranks wait for each other only where DDP averages gradients. Every
+    `sync_every` steps they start one small summary and read it after the next step. All of them
+    decide from the same numbers, so they all stop, save or raise at the same step.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self.handler, self.model, self.state = handler, handler.model, handler.state
+        self.loss_and_metrics, self.optimizer_step = (
+            handler.loss_and_metrics,
+            handler.optimizer_step,
+        )
+        self.rank_sync = RankSync(handler.device, handler.info.distributed)
+        self.stopping = False
+        self._trainable = self._requires_grad()
+
+    def train(self, epochs: int) -> None:
+        """Train until `epochs` epochs have ended in total."""
+        self.stopping = False
+        self.rank_sync.reset()
+        with caught_signals(self.rank_sync.flags.signals):
+            self._call("on_train_start")
+            self._sync()
+            self._step_epoch_scheduler()  # the checkpoint was written before it stepped
+            while self.state.epoch < epochs and not self.stopping:
+                self._train_epoch()
+            self._call("on_train_end")
+
+    def _train_epoch(self) -> None:
+        handler, state, batches = self.handler, self.state, self.handler.train_batches
+        self._check_requires_grad()
+        if not batches.seek(state):
+            self._forget_epoch()
+        if not state.samples_seen:
+            handler.rng.restore()
+            state.running = {}
+        self._call("on_epoch_start")
+        self.model.train()
+        handler.rng.restore()  # in the middle of an epoch, the hooks may have drawn numbers
+        for window in batches.windows():
+            self._train_step(window)
+            state.samples_seen += len(window) * batches.samples_per_batch
+            self._call("on_step_end")
+            self._apply(self.rank_sync.finish())
+            if self.stopping:
+                return
+            if state.step % handler.sync_every == 0:
+                self.rank_sync.start(state.sums)
+        if not state.samples_seen:
+            raise ValueError("the training data gave no batch: an epoch must have at least one")
+        self._sync()
+        self._end_epoch()
+
+    def _train_step(self, window: list[Any]) -> None:
+        """Take one optimizer step with the mean gradient over the samples of all batches."""
+        state, step = self.state, self.optimizer_step
+        counts = [self.loss_and_metrics.count(batch) for batch in window]
+        self._warm_up_once(window[0])
+        buffers = copied_buffers(self.model) if step.skip_nonfinite else []
+        exact = self.loss_and_metrics.has_count and self.handler.info.distributed
+        window_count = WindowCount(counts, self.handler.device, exact)
+        results = []
+        step.optimizer.zero_grad()
+        for number, (batch, count) in enumerate(zip(window, counts, strict=True), start=1):
+            with gradient_sync(self.model, enabled=number == len(window)):
+                result = self.loss_and_metrics(self.model, batch)
+                step.backward(window_count.scale(result.loss, count))
+            results.append((count, result))
+        taken = step.step()  # clips, and steps a scheduler that steps per optimizer step
+        # A step that was not meant to be skipped must report its loss, finite or not.
+        if taken or not step.skip_nonfinite:
+            for count, result in results:
+                state.sums.add(count, result)
+        else:
+            restore_buffers(self.model, buffers)
+        state.step += 1
+
+    def _end_epoch(self) -> None:
+        state, handler = self.state, self.handler
+        if not self.optimizer_step.skip_nonfinite:
+            self._check_weights()
+        state.running = state.running | state.sums.compute()
+        values = {f"train_{name}": value for name, value in state.running.items()}
+        if handler.val_loader is not None:
+            values |= {f"val_{name}": value for name, value in handler.validate().items()}
+        state.record(values, ["loss", *handler.metrics])
+        state.due_loss = values.get("val_loss", values["train_loss"])
+        state.epoch += 1
+        self._forget_epoch()
+        text = " | ".join(f"{name} {value:.4g}" for name, value in values.items())
+        skipped = f" | {handler.skipped} steps skipped" if handler.skipped else ""
+        handler.log(f"epoch {state.epoch} | {text}{skipped}")
+        self._call("on_epoch_end")
+        self._sync()
+        self._step_epoch_scheduler()  # last: an error of the scheduler's must not cost the epoch
+
+    # Decisions, which all ranks take alike
+
+    def _call(self, hook: str) -> None:
+        """Call `hook` of each callback. An exception ends this process at once."""
+        for callback in self.handler.callbacks:
+            getattr(callback, hook)()
+
+    def _sync(self) -> None:
+        """Finish the pending summary, then make one more at once, and act on both (collective)."""
+        self._apply(self.rank_sync.finish())
+        self.rank_sync.start(self.state.sums)
+        self._apply(self.rank_sync.finish())
+
+    def _apply(self, summary: GlobalSummary | None) -> None:
+        """Act on a summary, if there is one. All ranks do the same."""
+        if summary is None:
+            return
+        if summary.nonfinite and not self.optimizer_step.skip_nonfinite:
+            raise FloatingPointError(
+                f"a loss of epoch {self.state.epoch + 1} is not finite, noticed at step "
+                f"{self.state.step}: {NONFINITE}"
+            )
+        if self.state.samples_seen:  # before the first step, there are no means
+            self.state.running = summary.means
+        self.stopping = self.stopping or summary.stop
+        if summary.signalled:
+            self._save_and_exit()
+
+    def _save_and_exit(self) -> None:
+        """Save a checkpoint of this step on all ranks, then exit."""
+        if folder := self.handler.save_folder:
+            self.handler.save(folder / NAME.format(self.state.step))
+        self.handler.log(f"ended by a signal at step {self.state.step}")
+        raise SystemExit(EXIT_CODE)
+
+    # Details
+
+    def _forget_epoch(self) -> None:
+        self.state.samples_seen = 0
+        self.state.sums = self.loss_and_metrics.new_sums(self.handler.info.distributed)
+
+    def _step_epoch_scheduler(self) -> None:
+        """Step a per-epoch scheduler if an epoch has ended since its last step."""
+        if self.state.due_loss is not None:
+            self.optimizer_step.step_epoch_scheduler(self.state.due_loss)
+            self.state.due_loss = None
+
+    def _warm_up_once(self, batch: Any) -> None:
+        if not self.state.warmed_up:
+            self.state.warmed_up = True
+            warm_up_ddp_buckets(
+                self.model,
+                lambda: self.loss_and_metrics(self.model, batch).loss,
+                self.handler.device,
+            )
+
+    def _requires_grad(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self.model.parameters()]
+
+    def _check_requires_grad(self) -> None:
+        """Warn if parameters were frozen or unfrozen after DDP had registered its hooks."""
+        now = self._requires_grad()
+        if self.handler.info.distributed and now != self._trainable:
+            warnings.warn(
+                "requires_grad has changed since DDP wrapped the model, and DDP does not notice "
+                "that: freeze parameters before you create the Handler",
+                stacklevel=2,
+            )
+        self._trainable = now
+
+    def _check_weights(self) -> None:
+        """Raise FloatingPointError if a weight is not finite, though no loss has shown it yet."""
+        if not all(torch.isfinite(part).all() for part in self.model.parameters()):
+            epoch = self.state.epoch + 1
+            raise FloatingPointError(
+                f"the weights are not finite at the end of epoch {epoch}: {NONFINITE}"
+            )

@@ -1,0 +1,135 @@
+"""This rank's training batches: where an epoch starts, and when it ends."""
+
+import warnings
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..randomness import seed_from
+from .data import check_count
+from .loader_workers import Loader
+from .samplers import TrainSampler
+from .train_state import TrainState
+
+
+class TrainBatches:
+    """The batches of `loader`, one list for each optimizer step.
+
+    Args:
+        loader: This rank's loader, from `train_loader`.
+        rank: This rank.
+        world_size: The number of ranks.
+        seed: The seed of the workers' random numbers, for samplers other than TrainSampler.
+        accumulate: Batches per optimizer step.
+        steps_per_epoch: Optimizer steps per epoch, for an IterableDataset; None to go to its end.
+
+    Raises:
+        ValueError: If an IterableDataset on several ranks has no `steps_per_epoch`, or a data set
+            with a length has it.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        world_size: int,
+        seed: int,
+        accumulate: int,
+        steps_per_epoch: int | None,
+    ) -> None:
+        if steps_per_epoch is not None:
+            check_count("steps_per_epoch", steps_per_epoch)
+        if isinstance(loader.dataset, IterableDataset):
+            if steps_per_epoch is None and world_size > 1:
+                raise ValueError(
+                    f"an IterableDataset on {world_size} ranks needs steps_per_epoch, because the "
+                    "ranks could have different numbers of batches"
+                )
+        elif steps_per_epoch is not None:
+            raise ValueError("steps_per_epoch is for an IterableDataset: this data has a length")
+        self.loader, self.accumulate, self.steps_per_epoch = loader, accumulate, steps_per_epoch
+        self._seeds = seed, rank
+        sampler = loader.sampler
+        self._sampler = sampler if isinstance(sampler, TrainSampler) else None
+        # A batch sampler without a batch_size counts each of its batches as one sample.
+        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        #: how many samples all ranks together draw in one batch each
+        self.samples_per_batch = batch_size * world_size
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Read a stream from its beginning again."""
+        self._stream = self._endless()
+
+    def seek(self, state: TrainState) -> bool:
+        """Make `windows` start where `state` is; return False if the epoch must start again.
+
+        Only a TrainSampler can start in the middle of an epoch, at any world size.
+
+        Raises:
+            ValueError: If the epoch started with another data set.
+        """
+        data = {"samples": self._sampler.size if self._sampler else None}
+        if state.samples_seen and state.data != data:
+            raise ValueError(
+                f"an epoch that started with {state.data} cannot go on with {data}: use the same "
+                "data and sampler, or load a checkpoint from the end of an epoch"
+            )
+        state.data = data
+        if self._sampler:
+            self._sampler.set_epoch(state.epoch, state.samples_seen)
+            return True
+        if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
+            seed, rank = self._seeds
+            self.loader.generator.manual_seed(seed_from(seed, state.epoch, rank))
+        loader: Any = self.loader
+        outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        samplers: list[Any] = [outer, getattr(outer, "sampler", None)]
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(state.epoch)
+        if state.samples_seen:
+            warnings.warn(
+                f"epoch {state.epoch + 1} starts again, because only Handler's own sampler can "
+                "continue in the middle of an epoch",
+                stacklevel=2,
+            )
+        return not state.samples_seen
+
+    def windows(self) -> Iterator[list[Any]]:
+        """Yield the batches of each remaining optimizer step of the epoch."""
+        batches: Iterator[Any] = self._stream
+        if self.steps_per_epoch is None:
+            batches = iter(self.loader)
+        else:
+            batches = islice(batches, self.steps_per_epoch * self.accumulate)
+        while window := list(islice(batches, self.accumulate)):
+            yield window
+
+    def steps_left(self, samples_seen: int) -> int | None:
+        """Return how many steps of the epoch are left; None if the data has no length."""
+        taken = samples_seen // self.samples_per_batch
+        if self.steps_per_epoch is not None:
+            batches = self.steps_per_epoch * self.accumulate - taken
+        elif self._sampler is None:
+            try:
+                batches = len(self.loader) - taken
+            except TypeError:
+                return None
+        else:
+            size = self.loader.batch_size or 1
+            samples = -(-max(0, self._sampler.size - samples_seen) // self._sampler.num_replicas)
+            batches = samples // size if self.loader.drop_last else -(-samples // size)
+        return -(-max(0, batches) // self.accumulate)
+
+    def _endless(self) -> Iterator[Any]:
+        """Yield the stream's batches, again from the beginning when it ends."""
+        while True:
+            batch = None
+            for batch in self.loader:
+                yield batch
+            if batch is None:
+                raise ValueError("the stream gave no batch: each rank needs at least one")
