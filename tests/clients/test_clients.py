@@ -5,12 +5,14 @@ ranks, a mean that equals the one of a single process, a resumed run that ends a
 """
 
 import os
+import re
 import shutil
 import signal
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from harness import ROOT, run, torchrun
 
@@ -40,6 +42,28 @@ class StopAt(Callback):
     def on_step_end(self):
         if self.handler.step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+SCRIPTS = {  # what to pass to each client that is started as a script, and what it prints
+    "bert": ([], r"validation accuracy (0\.9|1\.0)\d+"),
+    "boxes": ([], r"validation loss 0\.0\d+, 25 images"),
+    "gan": ([], r"(epoch \d+ \| critic \d\.\d+ \| generator \d\.\d+\n?){15}"),
+    "gpt2": ([], r"validation loss per token [12]\.\d+"),
+    "graphs": (["run", "1"], ""),
+    "graphs_from_yaml": ([HERE / "graphs.yaml", "training.num_epochs=1"], r"test accuracy 0\.\d+"),
+    "loggers": (["."], ""),
+    "scores": ([], r"\{'f1': 0\.\d+, 'auroc': 0\.9\d+\}"),
+    "streams": ([], r"losses: \[(0\.\d+(, )?){5}\]"),
+}
+
+
+@pytest.mark.parametrize("client", SCRIPTS)
+def test_as_a_script(client, tmp_path):
+    arguments, printed = SCRIPTS[client]
+    command = torchrun(2, HERE / f"{client}.py", *arguments)
+    ended = run(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, timeout=180)
+    assert ended.code == 0, ended.stderr
+    assert re.fullmatch(printed, ended.stdout.strip()), ended.stdout
 
 
 def test_graphs_with_the_loader_of_pytorch_geometric_resumed_within_an_epoch(tmp_path):
