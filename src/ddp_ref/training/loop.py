@@ -163,7 +163,7 @@ class TrainLoop:
             self.state.warmed_up = True
             warm_up_ddp_buckets(
                 self.model,
-                lambda: self.loss_and_metrics(self.model, batch).loss,
+                lambda: self.loss_and_metrics.loss(self.model, batch)[0],
                 self.handler.device,
             )
 

@@ -116,16 +116,20 @@ class LossAndMetrics:
             raise ValueError("a batch has no samples: make the collate_fn keep at least one")
         return count
 
-    def __call__(self, model: nn.Module, batch: Any) -> Measured:
-        """Run the forward pass, the loss and the metric functions."""
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
+        """Run the forward pass and return the loss, the outputs and the targets."""
         with self.autocast():
             outputs, targets = self.forward(model, move(batch, self.device))
-            loss = self.loss_fn(outputs, targets)
-            values = [_float64_copy("loss", loss, self.device)]
-            if self.functions:
-                with torch.no_grad():
-                    for name, metric in self.functions.items():
-                        values.append(_float64_copy(name, metric(outputs, targets), self.device))
+            return self.loss_fn(outputs, targets), outputs, targets
+
+    def __call__(self, model: nn.Module, batch: Any) -> Measured:
+        """Run the forward pass, the loss and the metric functions."""
+        loss, outputs, targets = self.loss(model, batch)
+        values = [_float64_copy("loss", loss, self.device)]
+        if self.functions:
+            with self.autocast(), torch.no_grad():
+                for name, metric in self.functions.items():
+                    values.append(_float64_copy(name, metric(outputs, targets), self.device))
         if not self.objects:
             return Measured(loss, values, None, None)
         return Measured(loss, values, detach(outputs), targets)

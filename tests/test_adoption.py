@@ -1,0 +1,145 @@
+"""Real code meets Handler: any batch, exact token means, existing loaders, streams, own loops."""
+
+import adoption_checks
+import pytest
+import torch
+from rank_checks import check_passes, checks, on_ranks
+from torch import nn
+from training_job import job, network
+
+from ddp_ref import Checkpoint, Handler
+from ddp_ref.training import train_state
+from ddp_ref.training.batches import default_count
+from ddp_ref.training.optimizer_step import move_optimizer_state
+
+SCRIPT = "adoption_checks.py"
+
+
+@pytest.mark.parametrize("name", checks(SCRIPT))
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 2, full=True), on_ranks(SCRIPT, 3)])
+def test_on_ranks(name, launch):
+    check_passes(launch, name)
+
+
+@pytest.mark.parametrize("name", checks(SCRIPT))
+def test_in_one_process(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    getattr(adoption_checks, name)()
+
+
+class Timm:
+    """timm's schedulers take the number of the epoch."""
+
+    def step(self, epoch, metric=None):
+        raise AssertionError
+
+
+def made(**options):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = {"optimizer": optimizer, "loss_fn": nn.functional.cross_entropy, "device": "cpu"}
+    return Handler(model, **arguments | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"optimizer": []}, TypeError, "one torch.optim.Optimizer, not a list: .* own loop"),
+        ({"scheduler": {"scheduler": 1}}, ValueError, r"scheduler must be a scheduler or .*\{"),
+        ({"scheduler": Timm()}, ValueError, r"Timm.step\(\) needs epoch, but Handler calls step"),
+        ({"scheduler": (Timm(), "step")}, ValueError, r"Timm.step\(\) needs epoch"),
+        (
+            {"metrics": {"f1": adoption_checks.F1().update}},
+            ValueError,
+            "'f1' is a method of a metric object, .* pass the object itself",
+        ),
+    ],
+)
+def test_what_the_ports_met_is_one_line(options, error, text):
+    with pytest.raises(error, match=text) as caught:
+        made(**options)
+    assert "\n" not in str(caught.value)
+
+
+class Batch:
+    num_graphs = 7
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ((torch.ones(3, 2), torch.ones(5)), 5),
+        ([torch.ones(3, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets of two parts
+        ((torch.ones(3, 2), [{"boxes": torch.ones(9, 4)}, {}, {}]), 3),
+        ((torch.ones(3, 2), torch.ones(())), 3),
+        ((torch.ones(3, 2), ["a", "b", "c", "d"]), 4),
+        (Batch(), 7),
+        ((Batch(), None), 7),
+        ({"text": "abc", "ids": torch.ones(4, 9), "mask": torch.ones(2)}, 4),
+        ((torch.ones(3), torch.ones(4), torch.ones(5)), 3),
+        (["a", "b", "c"], 3),
+    ],
+)
+def test_how_many_samples_a_batch_has(batch, count):
+    assert default_count(batch) == count
+
+
+def test_a_batch_without_a_length_names_the_ways_out():
+    with pytest.raises(ValueError, match=r"batch of type int has: pass count= .* a collate_fn"):
+        default_count(3)
+
+
+def test_optimizer_state_goes_to_the_device_of_its_parameters():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adagrad([parameter], lr=0.1)
+    parameter.data = parameter.data.double()  # in the place of a move, which needs a second device
+    move_optimizer_state(optimizer)
+    assert optimizer.state[parameter]["sum"].dtype == torch.float64
+
+
+def test_all_tensors_of_a_checkpoint_come_from_the_cpu(monkeypatch):
+    """Only a GPU has others: here, all of them have passed the copy to the CPU."""
+    moved = train_state.move
+
+    def marked(value, device):
+        assert device == torch.device("cpu")
+        if isinstance(value, torch.Tensor):
+            return torch.full_like(moved(value, device), -1)
+        return train_state.CPU and moved_parts(value)
+
+    def moved_parts(value):
+        if isinstance(value, dict):
+            return {key: marked(part, torch.device("cpu")) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(marked(part, torch.device("cpu")) for part in value)
+        return value
+
+    handler = job(8, 2)
+    handler.train(1)
+    monkeypatch.setattr(train_state, "move", marked)
+    state = train_state.capture(handler)
+
+    def tensors(value):
+        if isinstance(value, dict):
+            value = list(value.values())
+        if isinstance(value, list | tuple):
+            return [tensor for part in value for tensor in tensors(part)]
+        return [value] if isinstance(value, torch.Tensor) else []
+
+    every = tensors(state)
+    assert len(every) >= 4 + 4 + 2 and all((tensor == -1).all() for tensor in every)
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
+def test_the_best_checkpoint_is_the_lowest_or_the_highest(tmp_path, mode, best):
+    class Replays(adoption_checks.Callback):
+        def on_epoch_end(self):
+            self.handler.history["score"] = [2.0, 1.0, 3.0, 2.5][: self.handler.epoch]
+
+    keeper = Checkpoint(tmp_path, monitor="score", mode=mode)
+    job(4, 4, callbacks=[Replays(), keeper]).train(4)
+    handler = job(4, 4)
+    handler.load(tmp_path / "best.pt")
+    assert handler.epoch == best
+    with pytest.raises(ValueError, match='mode must be "min" or "max", not \'least\''):
+        Checkpoint(tmp_path, mode="least")
