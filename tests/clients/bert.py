@@ -1,5 +1,7 @@
 """Train a BERT classifier of Hugging Face from scratch: dicts, accumulation, cosine, bf16."""
 
+import sys
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BertConfig, BertForSequenceClassification, get_cosine_schedule_with_warmup
@@ -45,7 +47,7 @@ def accuracy(outputs, labels):
     return (outputs.logits.argmax(1) == labels).double().mean()
 
 
-def train(epochs=8, run_dir=None):
+def train(run_dir, epochs=8, callbacks=()):
     torch.manual_seed(0)
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -60,16 +62,18 @@ def train(epochs=8, run_dir=None):
         accumulate=2,
         clip_norm=1.0,
         precision="bf16",
+        callbacks=callbacks,
         run_dir=run_dir,
     )
     handler.set_train_loader(sentences(256), batch_size=8, collate_fn=collate)
     handler.set_val_loader(sentences(75, seed=1), batch_size=8, collate_fn=collate)
+    handler.load(run_dir)
     handler.train(epochs)
     return handler
 
 
 if __name__ == "__main__":
-    handler = train()
+    handler = train(sys.argv[1])
     if handler.rank == 0:
         print(f"validation accuracy {handler.val_metrics['accuracy'][-1]:.4f}")
     cleanup_ddp()
