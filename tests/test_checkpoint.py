@@ -21,6 +21,7 @@ from ddp_ref import initialize_ddp, run_ranks
 from ddp_ref.training import checkpoint
 from ddp_ref.training.checkpoint import DamagedCheckpoint
 
+LIMIT = timedelta(minutes=4)
 STATE = {"model": {"w": torch.arange(100.0)}, "epoch": 3, "history": [0.5, 0.25], "none": None}
 
 
@@ -200,27 +201,27 @@ def test_killed_at_any_moment_the_file_is_whole(tmp_path):
 
 
 def test_the_newest_whole_one_is_taken(tmp_path):
-    assert checkpoint.read_newest(tmp_path) is None
-    assert checkpoint.read_newest(tmp_path / "absent") is None
+    assert checkpoint.find(tmp_path) is None
+    assert checkpoint.find(tmp_path / "absent") is None
     for step in (9, 10, 11):
         checkpoint.write(tmp_path / f"step_{step}.pt", {"step": step})
     checkpoint.write(tmp_path / "best.pt", {"step": 99})
     checkpoint.write(tmp_path / "step_x.pt", {"step": 99})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert checkpoint.read_newest(tmp_path) == (tmp_path / "step_11.pt", {"step": 11})
+        assert checkpoint.find(tmp_path) == (tmp_path / "step_11.pt", {"step": 11})
     (tmp_path / "step_11.pt").write_bytes(b"")
     content = (tmp_path / "step_10.pt").read_bytes()
     (tmp_path / "step_10.pt").write_bytes(content[:-99])
     with pytest.warns(UserWarning, match="trying the one before it") as caught:
-        assert checkpoint.read_newest(tmp_path) == (tmp_path / "step_9.pt", {"step": 9})
+        assert checkpoint.find(tmp_path) == (tmp_path / "step_9.pt", {"step": 9})
     assert len(caught) == 2
     (tmp_path / "step_9.pt").write_text("no")
     with (
         pytest.warns(UserWarning),
         pytest.raises(DamagedCheckpoint, match=r"all 3 checkpoints .* move them away"),
     ):
-        checkpoint.read_newest(tmp_path)
+        checkpoint.find(tmp_path)
 
 
 class Failing(io.FileIO):
@@ -251,9 +252,65 @@ def test_a_disk_that_cannot_be_read_says_nothing_about_the_file(tmp_path, monkey
     monkeypatch.setattr(Failing, "bad", range(64) if part == "first" else range(size - 100, size))
     monkeypatch.setattr(Path, "open", lambda path, mode: io.BufferedReader(Failing(path), 64))
     with pytest.raises(OSError, match="Input/output error"):
-        checkpoint.read_newest(tmp_path)
+        checkpoint.find(tmp_path)
     monkeypatch.setattr(Failing, "bad", range(0))
-    assert equal(checkpoint.read_newest(tmp_path)[1], STATE)
+    assert equal(checkpoint.find(tmp_path)[1], STATE)
+
+
+def test_each_rank_reads_the_file_or_gets_its_bytes(tmp_path, monkeypatch):
+    """Rank 1 sees no file, rank 2 another one of this name, as on disks of their own."""
+    checkpoint.write(tmp_path / "step_1.pt", STATE)
+
+    def work(hidden):
+        rank, read, sent = initialize_ddp(backend="gloo").rank, checkpoint._read, []
+        broadcast = checkpoint._broadcast_bytes
+
+        def own_read(path):
+            if hidden and rank == 1:
+                raise FileNotFoundError(path)
+            state, checksum = read(path)
+            return ({"other": 1}, checksum + 1) if hidden and rank == 2 else (state, checksum)
+
+        def counted(file, keep):
+            sent.append(keep)
+            return broadcast(file, keep)
+
+        checkpoint._read, checkpoint._broadcast_bytes = own_read, counted
+        path, state = checkpoint.find_on_all_ranks(tmp_path)
+        assert path.name == "step_1.pt" and equal(state, STATE)
+        return sent
+
+    assert run_ranks(work, False, nproc=3, timeout=LIMIT) == [[]] * 3
+    assert run_ranks(work, True, nproc=3, timeout=LIMIT) == [[False], [True], [True]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("hidden", [False, True])
+def test_loading_needs_little_more_memory_than_the_file(tmp_path, hidden):
+    """On rank 0 at four ranks: the tensors, and what travels at a time."""
+    size = 200 * 2**20
+    checkpoint.write(tmp_path / "step_1.pt", {"w": torch.ones(size // 4)})
+
+    def memory(name):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+    def work():
+        rank, read = initialize_ddp(backend="gloo").rank, checkpoint._read
+
+        def own_read(path):
+            if hidden and rank:
+                raise FileNotFoundError(path)
+            return read(path)
+
+        checkpoint._read = own_read
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        _, state = checkpoint.find_on_all_ranks(tmp_path)
+        assert state["w"].numel() == size // 4
+        return memory("VmHWM") - before
+
+    assert run_ranks(work, nproc=4, timeout=LIMIT)[0] < 1.5 * size
 
 
 class Inner(nn.Module):

@@ -110,6 +110,11 @@ def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch, tmp_path)
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_module_outside_the_allow_list_names_the_way_out():
+    with pytest.raises(ValueError, match=r'pass allow=\("torch", "__main__", "torchvision"\)'):
+        yaml.load("!pyobject torchvision.models.resnet18", get_loader())
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -189,7 +194,8 @@ def test_overrides(tmp_path):
     null = LEAST + "early_stopping: null"
     assert read(null, tmp_path, overrides=["early_stopping.type=DefaultEarlyStopping"])
     for override, text in [
-        ("training.epochs=7", "training has the key 'epochs', allowed are"),
+        ("training.epochs=7", "training has the key 'epochs', did you mean num_epochs. Allowed"),
+        ("training.zzz=7", "training has the key 'zzz', allowed are"),
         ("criterion.x=1", r"criterion\.x cannot be set"),
         ("training=1", "training must be a mapping"),
     ]:
@@ -204,7 +210,7 @@ def test_overrides(tmp_path):
         (("num_epochs: 2", "num_epochs: true"), "integer from 1 to .*, not True"),
         (("batch_size: 3", "batch_size: 0"), r"training\.batch_size must .* from 1 to .*, not 0"),
         (("  batch_size: 3\n", ""), r"training\.batch_size is missing, it must be an integer"),
-        (("batch_size", "batchsize"), "training has the key 'batchsize', allowed are .*num_epochs"),
+        (("batch_size", "batchsize"), "'batchsize', did you mean batch_size. Allowed are .*num_ep"),
         (("torch.optim.SGD", "torch.nn.Linear"), r"optimizer_type must be an optimizer"),
         (("type: !pyobject torch.nn.Linear", "type: GNNModel"), r"model\.type must .* 'GNNModel'"),
         (("args: [4, 2]", "args: 4"), r"model\.args must be a list, not 4"),
@@ -232,6 +238,23 @@ def test_overrides(tmp_path):
         ),
         (("training:", f"training:\n  seed: {2**63}"), r"training\.seed must be an integer from 0"),
         (("args: [4, 2]", "kwargs: {1: 2}"), r"model\.kwargs must be a mapping of names"),
+        (
+            ("training:", "callbacks: [{tpye: 1}]\ntraining:"),
+            r"callbacks\[0\] has the key 'tpye', d",
+        ),
+        (("training:", "callbacks: 3\ntraining:"), "callbacks must be a list, not 3"),
+        (("training:", "training:\n  forward: f"), r"training\.forward must be a function, by !py"),
+        (
+            ("training:", "training:\n  scheduler: 3"),
+            r"training\.scheduler must be a mapping of ty",
+        ),
+        (
+            (
+                "training:",
+                "training:\n  scheduler: {type: !pyobject torch.nn.Linear, every: batch}",
+            ),
+            r"training\.scheduler\.every must be epoch or step, not 'batch'",
+        ),
         (("training:", "metrics: {loss_std: !pyobject torch.nn.Linear}\ntraining:"), "named loss_"),
         (("num_epochs: 2", "num_epochs: !!bool x"), "config.yaml: 'x'"),
         (("num_epochs: 2", "num_epochs: !!timestamp x"), "config.yaml: "),
@@ -260,7 +283,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ValueError, match=r"config\.yaml: .*codec can't decode"):
         load_config(tmp_path / "config.yaml")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"there is no configuration .*none.yaml in /"):
         load_config(tmp_path / "none.yaml")
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from training_job import Points, accuracy, network
 
-from ddp_ref import TrainerDDP, run_ranks
+from ddp_ref import LearningRateMonitor, TrainerDDP, run_ranks
 
 LIMIT = timedelta(minutes=4)
 
@@ -259,6 +259,50 @@ def test_settings_reach_the_handler(tmp_path):
     assert {name: getattr(handler, name) for name in settings} == settings and handler.seed == 3
 
 
+def as_dict(items):
+    inputs, targets = torch.utils.data.default_collate(items)
+    return {"x": inputs, "y": targets}
+
+
+def forward(model, batch):
+    return model(batch["x"]), batch["y"]
+
+
+class Right:
+    """A metric object: how many targets were right."""
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        self.right = 0
+
+    def update(self, outputs, targets):
+        self.right += (outputs.argmax(1) == targets).sum().item()
+
+    def compute(self):
+        return self.right
+
+
+def test_batches_of_any_shape_a_scheduler_and_callbacks():
+    plain = configuration()
+    keys = {"collate_fn": as_dict, "forward": forward, "count": lambda batch: len(batch["y"])}
+    keys["scheduler"] = {"type": torch.optim.lr_scheduler.StepLR, "args": [1], "every": "step"}
+    keys["scheduler"]["kwargs"] = {"gamma": 1.0}
+    dicts = configuration(**keys) | {"callbacks": [{"type": LearningRateMonitor}]}
+    dicts["metrics"] = {"accuracy": accuracy, "right": Right}
+    runs = []
+    for config in (plain, dicts):
+        trainer = TrainerDDP(0, config)
+        loaders = trainer.prepare_dataloaders()
+        runs.append((*trainer.run_training(*loaders[:2]), trainer.run_test(loaders[2])))
+    assert trainer.handler.scheduler.last_epoch == 30 and len(trainer.handler.history["lr"]) == 3
+    for one, other in zip(*runs, strict=True):
+        rows = [other] if isinstance(other, dict) else other
+        assert all(row.pop("right") > 0 for row in rows)
+        assert one == other
+
+
 def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
     def train(config):
         trainer = TrainerDDP(0, config)
@@ -345,6 +389,10 @@ def test_it_stops_early_saves_and_goes_on(tmp_path):
         ({"parallel": {"world_size": 2}}, "master"),
         ({"model": {"type": dict}}, r"model\.type must create a module, not a dict"),
         ({"early_stopping": {"type": dict}}, r"early_stopping\.type must create a Callback"),
+        (
+            {"callbacks": [{"type": dict}]},
+            r"callbacks\[0\]\.type must create a Callback, not a dict",
+        ),
     ],
 )
 def test_what_does_not_fit_this_process_is_refused(change, text):

@@ -18,7 +18,7 @@ from .initialize import _resolve_device, initialize_ddp
 from .training import train_state
 from .training.batches import inputs_of
 from .training.callbacks import Callback, Checkpoint, ProgressBar
-from .training.checkpoint import check_finite, find, write
+from .training.checkpoint import check_finite, find, find_on_all_ranks, write
 from .training.data import check_count, eval_loader, train_loader
 from .training.ddp_model import move_model, unwrap_model, wrap_model
 from .training.evaluation import evaluate, evaluating, outputs_in_order
@@ -329,16 +329,17 @@ class Handler:
     def load(self, path: str | Path) -> None:
         """Load the checkpoint `path`, or the newest intact one in the folder `path`.
 
-        An empty or missing folder means to start from scratch. Rank 0 chooses the file. At the
-        world size that saved, the resumed run equals the uninterrupted one bit for bit on the CPU.
-        At another world size, each sample of the epoch that was not seen yet is used once.
+        An empty or missing folder means to start from scratch. Rank 0 chooses the file. Each rank
+        that sees it reads it; the others get its bytes from rank 0. At the world size that saved,
+        the resumed run equals the uninterrupted one bit for bit on the CPU. At another world size,
+        each sample of the epoch that was not seen yet is used once.
 
         Raises:
             OSError: If the file cannot be read.
             DamagedCheckpoint: If the file, or every checkpoint in the folder, is damaged.
             ValueError: If the checkpoint does not fit this Handler.
         """
-        checkpoint = self._on_rank_0(lambda: find(path), broadcast=True)
+        checkpoint = find_on_all_ranks(path) if self.info.distributed else find(path)
         if checkpoint is None:
             self.log(f"no checkpoint in {path}: starting from scratch")
             return
@@ -472,8 +473,8 @@ class Handler:
         if self.info.distributed:
             check_same(self.device, **lengths)
 
-    def _on_rank_0(self, work: Callable[[], R], broadcast: bool = False) -> R | None:
-        return on_rank(0, broadcast=broadcast)(work)() if self.info.distributed else work()
+    def _on_rank_0(self, work: Callable[[], R]) -> R | None:
+        return on_rank(0)(work)() if self.info.distributed else work()
 
     def _method(self, name: str) -> Callable[..., Any]:
         if not hasattr(self._unwrapped, name):

@@ -65,6 +65,8 @@ def load_config(
             name, _, value = override.partition("=")
             _set(config, name, yaml.load(value, loader))
         return check_config(config)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"there is no configuration {path} in {Path.cwd()}") from error
     except OSError:
         raise
     except Exception as error:  # PyYAML raises many types
@@ -140,7 +142,9 @@ def resolve(name: str, allow: Sequence[str] = ALLOW) -> Any:
     start = next((prefix for prefix in allow if _under(name, prefix)), None)
     rest = name.removeprefix(start or "").split(".")[1:]
     if start is None or not rest or any(part.startswith("_") or not part for part in rest):
-        raise ValueError(f"only public names under {', '.join(allow)} are allowed")
+        raise ValueError(
+            f"only public names under {', '.join(allow)} are allowed: {_way_out(name)}"
+        )
     value: Any = _module(start)
     for part in rest:
         value = _attribute(value, part)
@@ -148,10 +152,14 @@ def resolve(name: str, allow: Sequence[str] = ALLOW) -> Any:
         if not any(_under(home, prefix) for prefix in allow):
             raise ValueError(
                 f"it belongs to the module {home}, but only {', '.join(allow)} are allowed: "
-                "add it to allow if you trust it"
+                f"{_way_out(home)}"
             )
     _check_kind(value)
     return value
+
+
+def _way_out(name: str) -> str:
+    return f'if you trust it, pass allow=("torch", "__main__", "{name.split(".")[0]}")'
 
 
 def _set(config: Any, name: str, value: Any) -> None:

@@ -25,11 +25,7 @@ from .loader import dump_config
 from .schema import DEFAULT_STOPPING, check_config
 
 HANDLER = (  # keys of "training" that are also arguments of Handler
-    "seed",
-    "accumulate",
-    "clip_norm",
-    "precision",
-    "on_nonfinite",
+    *("seed", "forward", "count", "accumulate", "clip_norm", "precision", "on_nonfinite"),
     "sync_every",
 )
 FRACTION = 0.1  # share of the data for validation, and for testing, by default
@@ -76,13 +72,19 @@ class TrainerDDP:
                 "kwargs": training["optimizer_kwargs"],
             },
         )
+        scheduler, unused = training["scheduler"], parallel["find_unused_parameters"]
+        if scheduler:
+            arguments = {"args": [optimizer, *scheduler["args"]]}
+            scheduler = _build("training.scheduler", scheduler | arguments), scheduler["every"]
         self._criterion = _RecordedCriterion(self.config["criterion"])
-        unused = parallel["find_unused_parameters"]
         self.handler = Handler(
             model,
             optimizer,
             self._criterion,
-            metrics=self.config["metrics"],
+            metrics={
+                n: m() if isinstance(m, type) else m for n, m in self.config["metrics"].items()
+            },
+            scheduler=scheduler,
             callbacks=[self._criterion, *self._callbacks()],
             device=training["device"],
             run_dir=training["path"],
@@ -184,18 +186,19 @@ class TrainerDDP:
                 )
 
     def _callbacks(self) -> list[Callback]:
-        training, callbacks = self.config["training"], []
+        parts = {f"callbacks[{n}]": part for n, part in enumerate(self.config["callbacks"])}
         if stopping := self.config["early_stopping"]:
             default = stopping["type"] == DEFAULT_STOPPING
             kind = EarlyStopping if default else stopping["type"]
-            callback = _build("early_stopping", stopping | {"type": kind})
+            parts["early_stopping"] = stopping | {"type": kind}
+        callbacks = {name: _build(name, part) for name, part in parts.items()}
+        for name, callback in callbacks.items():
             if not isinstance(callback, Callback):
-                name = type(callback).__name__
-                raise ValueError(f"early_stopping.type must create a Callback, not a {name}")
-            callbacks.append(callback)
-        if training["path"] is not None:
-            callbacks.append(Checkpoint(training["path"], every_epochs=training["checkpoint_at"]))
-        return callbacks
+                kind = type(callback).__name__
+                raise ValueError(f"{name}.type must create a Callback, not a {kind}")
+        path, every = (self.config["training"][name] for name in ("path", "checkpoint_at"))
+        last = [] if path is None else [Checkpoint(path, every_epochs=every)]
+        return [*callbacks.values(), *last]
 
     def _datasets(self) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
         """Return the data sets for training, validation and testing, the same on all ranks."""
@@ -223,6 +226,7 @@ class TrainerDDP:
     def _loading(self, name: str) -> dict[str, Any]:
         section = self.config[name]
         return {
+            "collate_fn": self.config["training"]["collate_fn"],
             "num_workers": section["num_workers"],
             "prefetch_factor": section["prefetch_factor"],
             "persistent_workers": section["num_workers"] > 0,  # starting them takes seconds

@@ -1,6 +1,6 @@
 """Checkpoint files: written atomically, checked when read, without DDP's prefixes in names."""
 
-import errno
+import io
 import os
 import re
 import sys
@@ -8,20 +8,23 @@ import uuid
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.serialization import get_crc32_options, set_crc32_options
 
+from ..collectives import broadcast_object, reduce_sum
+from ..decorators import on_rank
 from .ddp_model import unwrap_model
 
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
-MARK = b"ddp_ref contents crc32 "  # and the checksum, in the zip archive's comment
+MARK = b"ddp_ref crc32 "  # and the checksum, in the zip archive's comment
 NO_COMMENT = bytes(2)  # a comment length of 0, the end of an archive without a comment
+END, END_SIZE = b"PK\5\6", 22  # bytes: how the last record begins, and its size without a comment
 CHUNK = 2**23  # bytes to collect before asking the kernel to write them
 WRAPPED, COMPILED = "module.", "_orig_mod."  # what DDP and torch.compile add to names
 
@@ -66,55 +69,98 @@ def read(path: str | Path) -> dict[str, Any]:
         OSError: If there is no such file, or the disk fails.
         DamagedCheckpoint: If the file is truncated, changed, or has more than plain data.
     """
-    with Path(path).open("rb") as file:
+    return _read(Path(path))[0]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], int]:
+    """Return what `read` does, and the checksum of the file."""
+    with path.open("rb") as file:
         try:
-            _check_sums(file)
+            checksum = _checksum(file)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError:
+            raise  # the disk may recover, and the file may be intact
         except Exception as error:  # damaged headers can raise any type
-            if failure := _failure_of_disk(error):
-                raise failure from None  # the disk may recover, and the file may be intact
             raise DamagedCheckpoint(
                 f"{path} is not a complete checkpoint: {_reason(error)}"
             ) from error
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{path} has a {type(state).__name__}, but a checkpoint is a dict")
-    return state
-
-
-def read_newest(folder: str | Path) -> tuple[Path, dict[str, Any]] | None:
-    """Load the newest intact checkpoint in `folder`, with a warning for each damaged one.
-
-    Returns:
-        Its path and its state; None if the folder has no checkpoint.
-
-    Raises:
-        DamagedCheckpoint: If all checkpoints are damaged.
-        OSError: If the disk fails. The file may be intact, so no older one is loaded instead.
-    """
-    paths = numbered(folder)
-    for path in reversed(paths):
-        try:
-            return path, read(path)
-        except DamagedCheckpoint as error:
-            warnings.warn(f"{error}: trying the one before it", stacklevel=2)
-    if paths:
-        raise DamagedCheckpoint(
-            f"all {len(paths)} checkpoints in {folder} are damaged: move them away to start from "
-            "scratch"
-        )
-    return None
+    return state, checksum
 
 
 def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     """Load the file `path`, or the newest intact checkpoint in the folder `path`.
 
-    If `path` does not exist, it counts as a file if it ends in .pt, .pth or .ckpt.
+    If `path` does not exist, it counts as a file if it ends in .pt, .pth or .ckpt. There is a
+    warning for each damaged file that is passed over.
+
+    Returns:
+        The checkpoint's path and its state; None if the folder has no checkpoint.
+
+    Raises:
+        DamagedCheckpoint: If the file, or every checkpoint in the folder, is damaged.
+        OSError: If the disk fails. The file may be intact, so no older one is loaded instead.
     """
-    path = Path(path)
+    newest = _newest(Path(path))
+    return newest and newest[:2]
+
+
+def _newest(path: Path) -> tuple[Path, dict[str, Any], int] | None:
+    """Return what `find` does, and the file's checksum."""
     if path.is_file() or (path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir()):
-        return path, read(path)
-    return read_newest(path)
+        return path, *_read(path)
+    paths = numbered(path)
+    for file in reversed(paths):
+        try:
+            return file, *_read(file)
+        except DamagedCheckpoint as error:
+            warnings.warn(f"{error}: trying the one before it", stacklevel=2)
+    if paths:
+        raise DamagedCheckpoint(
+            f"all {len(paths)} checkpoints in {path} are damaged: move them away to start from "
+            "scratch"
+        )
+    return None
+
+
+def find_on_all_ranks(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return on all ranks what `find` returns on rank 0 (collective).
+
+    Each rank reads the file that rank 0 chooses, if it sees the same one. If some do not, as on a
+    node with a disk of its own, rank 0 sends the file's bytes, part by part.
+    """
+    mine: list[Any] = [None, None]  # state and checksum; on_rank would pickle what it returns
+
+    def choose() -> tuple[Path, int] | None:
+        newest = _newest(Path(path))
+        mine[:] = newest[1:] if newest else mine
+        return newest and (newest[0], newest[2])
+
+    chosen = on_rank(0, broadcast=True)(choose)()
+    if chosen is None:
+        return None
+    file, checksum = chosen
+    if mine[1] is None:
+        with suppress(OSError, DamagedCheckpoint):
+            mine[:] = _read(file)
+    missing = float(mine[1] != checksum)
+    if reduce_sum({"missing": missing})["missing"]:
+        content = _broadcast_bytes(file, keep=bool(missing))
+        if missing:
+            mine[0] = torch.load(content, map_location="cpu", weights_only=True)
+    return file, mine[0]
+
+
+def _broadcast_bytes(file: Path, keep: bool) -> io.BytesIO:
+    """Return rank 0's `file` on all ranks that `keep` it (collective)."""
+    content = io.BytesIO()
+    with file.open("rb") if dist.get_rank() == 0 else nullcontext() as source:
+        while part := broadcast_object(source and source.read(CHUNK)):
+            content.write(part if keep else b"")
+    content.seek(0)
+    return content
 
 
 def numbered(folder: str | Path) -> list[Path]:
@@ -175,11 +221,15 @@ def _plain_name(name: str) -> str:
 
 
 class _Output:
-    """A file for torch.save that keeps the OSError of a failed write, which torch.save hides."""
+    """A file for torch.save: it adds up a checksum, and keeps the OSError of a failed write.
+
+    torch.save hides that error. It writes from front to back.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.flush = file, file.flush
         self.error: OSError | None = None
+        self.checksum = 0
         self._written = self._requested = 0  # bytes; those that the kernel was asked to write
 
     def write(self, data: bytes) -> int:
@@ -188,6 +238,7 @@ class _Output:
         except OSError as error:
             self.error = error
             raise
+        self.checksum = zlib.crc32(data, self.checksum)
         self._written += written
         if self._written - self._requested >= CHUNK:
             self._start_writeback()
@@ -204,63 +255,44 @@ class _Output:
 
 
 def _save(state: dict[str, Any], file: BinaryIO) -> None:
+    """Write `state`, and the checksum of all its bytes into the zip archive's comment."""
     output = _Output(file)
     try:
-        with _checksums():
-            torch.save(state, output)  # type: ignore[arg-type]  # torch.save only writes and flushes
+        torch.save(state, output)  # type: ignore[arg-type]  # torch.save only writes and flushes
     except RuntimeError:
         if output.error:
             raise output.error from None
         raise
-    with zipfile.ZipFile(file) as archive:
-        comment = MARK + f"{_contents_sum(archive, file):08x}".encode()
+    comment = MARK + f"{output.checksum:08x}".encode()
     file.seek(-len(NO_COMMENT), os.SEEK_END)
     file.write(len(comment).to_bytes(2, "little") + comment)
     file.flush()
     os.fsync(file.fileno())
 
 
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Make torch.save write checksums, whatever this thread has set."""
-    before = get_crc32_options()
-    set_crc32_options(True)
-    try:
-        yield
-    finally:
-        set_crc32_options(before)
+def _checksum(file: BinaryIO) -> int:
+    """Return the checksum that `_save` has, of a file that is intact.
 
-
-def _contents_sum(archive: zipfile.ZipFile, file: BinaryIO) -> int:
-    """Return the checksum of the archive's table of contents, up to its comment."""
-    end = file.seek(0, os.SEEK_END) - len(archive.comment) - len(NO_COMMENT)
-    file.seek(archive.start_dir)
-    return zlib.crc32(file.read(end - archive.start_dir))
-
-
-def _check_sums(file: BinaryIO) -> None:
-    """Raise RuntimeError if the file has changed since it was written.
-
-    torch.load checks no checksum. A zip archive has checksums of its parts, but none of its table
-    of contents: with a flipped bit there, tensors would be read from a wrong place. So `write` puts
-    that checksum into the archive's comment. A file from a plain torch.save has no such comment.
+    torch.load checks none. All bytes are read here, so a disk that fails is an OSError, and what
+    goes wrong later is the file's fault. A plain torch.save has checksums of its parts alone.
     """
+    size = file.seek(0, os.SEEK_END)
+    end = max(0, size - len(NO_COMMENT) - len(MARK) - 8)
+    checksum, left = 0, file.seek(0) or end
+    while left and (data := file.read(min(CHUNK, left))):
+        checksum, left = zlib.crc32(data, checksum), left - len(data)
+    tail = file.read()
+    if tail[2:].startswith(MARK):
+        checksum = zlib.crc32(NO_COMMENT, checksum)
+        if tail[-8:] != f"{checksum:08x}".encode():
+            raise RuntimeError("wrong checksum")
+        return checksum
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():
             raise RuntimeError(f"wrong checksum of {damaged}")
-        expected = archive.comment.removeprefix(MARK)
-        if expected != archive.comment and _contents_sum(archive, file) != int(expected, 16):
-            raise RuntimeError("wrong checksum of the table of contents")
-
-
-def _failure_of_disk(error: BaseException | None) -> OSError | None:
-    """Return the OSError behind `error`, if any: zipfile turns some of them into its own errors."""
-    while error is not None:
-        # EINVAL comes from damaged headers, which lead to a seek before the start of the file.
-        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
+        if tail[-END_SIZE:][:4] != END:  # it had a comment
+            raise RuntimeError("its end is missing")
+    return zlib.crc32(tail, checksum)
 
 
 def _check_readable(path: Path) -> None:
