@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -32,15 +33,9 @@ from ddp_ref.training.train_state import TrainState
 CPU = torch.device("cpu")
 
 
-def batches(loader, *, rank=0, world_size=2, seed=0, accumulate=1, steps_per_epoch=None):
-    return TrainBatches(
-        loader,
-        rank=rank,
-        world_size=world_size,
-        seed=seed,
-        accumulate=accumulate,
-        steps_per_epoch=steps_per_epoch,
-    )
+def batches(loader, *, rank=0, world_size=2, seed=0):
+    info = SimpleNamespace(rank=rank, world_size=world_size)
+    return TrainBatches(loader, SimpleNamespace(info=info, rank=rank, seed=seed), None)
 
 
 SIZES = st.integers(1, 40)

@@ -111,6 +111,7 @@ def test_a_list_that_began_late_belongs_to_the_last_epochs(tmp_path):
     assert drawn == {
         "training": [[1, 2, 3], [3.0, 2.0, 1.0]],
         "validation": [[2, 3], [5.0, 4.0]],
+        "lowest: 4, epoch 3": [[3], [4.0]],
     }
     assert axes.get_xlabel() == "epoch" and axes.get_ylabel() == "loss"
 

@@ -19,13 +19,13 @@ from .training import train_state
 from .training.batches import inputs_of
 from .training.callbacks import Callback, Checkpoint, ProgressBar
 from .training.checkpoint import check_finite, find, find_on_all_ranks, write
-from .training.data import check_count, eval_loader, train_loader
+from .training.data import check_count, eval_loader, length_or_none, train_loader
 from .training.ddp_model import move_model, unwrap_model, wrap_model
 from .training.evaluation import evaluate, evaluating, outputs_in_order
 from .training.loop import TrainLoop
 from .training.loss_and_metrics import Count, Forward, LossAndMetrics
 from .training.optimizer_step import OptimizerStep, check_optimizer, move_optimizer_state
-from .training.plotting import plot_losses, plot_metrics
+from .training.plotting import plot
 from .training.run_folder import RunFolder
 from .training.samplers import TrainSampler
 from .training.sharded_data import check_same
@@ -124,21 +124,11 @@ class Handler:
         self.accumulate, self.sync_every, self.seed = accumulate, sync_every, seed
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
         self.optimizer_step = OptimizerStep(
-            optimizer,
-            scheduler,
-            self.device,
-            clip_norm=clip_norm,
-            precision=precision,
-            on_nonfinite=on_nonfinite,
+            optimizer, scheduler, self.device, clip_norm, precision, on_nonfinite
         )
         self.scheduler = self.optimizer_step.scheduler
         self.loss_and_metrics = LossAndMetrics(
-            loss_fn,
-            self.metrics,
-            forward=forward,
-            count=count,
-            device=self.device,
-            autocast=self.optimizer_step.autocast,
+            loss_fn, self.metrics, forward, count, self.device, self.optimizer_step.autocast
         )
         self._forward = forward
         #: the model, wrapped in DDP if there are other ranks
@@ -181,12 +171,10 @@ class Handler:
             ValueError: If an option is wrong, the data has no batch, or its length differs
                 between ranks.
         """
-        shard: Any = {"rank": self.rank, "world_size": self.info.world_size, "seed": self.seed}
-        made = train_loader(data, batch_size, **shard, **loader)
-        batches = TrainBatches(
-            made, accumulate=self.accumulate, steps_per_epoch=steps_per_epoch, **shard
-        )
-        self._check_same(items=_length(made.dataset), batches=_length(made))
+        rank, world_size, seed = self.rank, self.info.world_size, self.seed
+        made = train_loader(data, batch_size, rank=rank, world_size=world_size, seed=seed, **loader)
+        batches = TrainBatches(made, self, steps_per_epoch)
+        self._check_same(items=length_or_none(made.dataset), batches=length_or_none(made))
         if batches.steps_left(0) == 0:
             raise ValueError(
                 f"an epoch has no batch of {made.batch_size} samples: use a smaller batch_size, or "
@@ -359,11 +347,11 @@ class Handler:
             ImportError: If matplotlib is not installed.
             OSError: If the file cannot be written.
         """
-        self._on_rank_0(lambda: plot_losses(self.history, path))
+        self._on_rank_0(lambda: plot(self.history, ["loss"], path))
 
     def plot_metrics(self, path: str | Path) -> None:
         """Plot the metrics of each epoch, one panel per metric, as `plot_losses` does."""
-        self._on_rank_0(lambda: plot_metrics(self.history, list(self.metrics), path))
+        self._on_rank_0(lambda: plot(self.history, list(self.metrics), path))
 
     def log(self, text: str) -> None:
         """Log a line on rank 0, also into the run folder's log.txt (not collective)."""
@@ -466,10 +454,10 @@ class Handler:
     def _shard(self, data: Any, batch_size: int | None = None, **loader: Any) -> DataLoader[Any]:
         shard = {"rank": self.rank, "world_size": self.info.world_size}
         made = eval_loader(data, batch_size, **shard, **loader)
-        self._check_same(items=_length(made.dataset))
+        self._check_same(items=length_or_none(made.dataset))
         return made
 
-    def _check_same(self, **lengths: int) -> None:
+    def _check_same(self, **lengths: int | None) -> None:
         if self.info.distributed:
             check_same(self.device, **lengths)
 
@@ -481,11 +469,3 @@ class Handler:
             kind = type(self._unwrapped).__name__
             raise ValueError(f"Handler.{name} needs a method {name} of the model: add it to {kind}")
         return getattr(self._unwrapped, name)
-
-
-def _length(data: Any) -> int:
-    """Return the length, or -1 if there is none."""
-    try:
-        return len(data)
-    except TypeError:
-        return -1

@@ -188,7 +188,7 @@ class ProgressBar(Callback):
 
     def on_epoch_start(self) -> None:
         handler = self.handler
-        self.close()
+        self.on_epoch_end()
         if self._tqdm:
             what = f"epoch {handler.epoch + 1}"
             self._bar = self._tqdm(total=handler.steps_left, desc=what, file=sys.stderr)
@@ -199,16 +199,12 @@ class ProgressBar(Callback):
             self._bar.update()
 
     def on_epoch_end(self) -> None:
-        self.close()
-
-    def on_train_end(self) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Close the bar, so that the next output starts on a line of its own."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    on_train_end = on_epoch_end
 
 
 def _check_mode(mode: str) -> None:

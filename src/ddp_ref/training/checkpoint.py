@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import sys
 import uuid
 import warnings
 import zipfile
@@ -25,7 +24,7 @@ NAME = "step_{:09d}.pt"  # the number of optimizer steps
 MARK = b"ddp_ref crc32 "  # and the checksum, in the zip archive's comment
 NO_COMMENT = bytes(2)  # a comment length of 0, the end of an archive without a comment
 END, END_SIZE = b"PK\5\6", 22  # bytes: how the last record begins, and its size without a comment
-CHUNK = 2**23  # bytes to collect before asking the kernel to write them
+CHUNK = 2**23  # bytes that are read, or sent to other ranks, at a time
 WRAPPED, COMPILED = "module.", "_orig_mod."  # what DDP and torch.compile add to names
 
 
@@ -230,28 +229,14 @@ class _Output:
         self.file, self.flush = file, file.flush
         self.error: OSError | None = None
         self.checksum = 0
-        self._written = self._requested = 0  # bytes; those that the kernel was asked to write
 
     def write(self, data: bytes) -> int:
+        self.checksum = zlib.crc32(data, self.checksum)
         try:
-            written = self.file.write(data)
+            return self.file.write(data)
         except OSError as error:
             self.error = error
             raise
-        self.checksum = zlib.crc32(data, self.checksum)
-        self._written += written
-        if self._written - self._requested >= CHUNK:
-            self._start_writeback()
-        return written
-
-    def _start_writeback(self) -> None:
-        """Ask the kernel to write to disk now, so that fsync has less to wait for."""
-        start, self._requested = self._requested, self._written
-        size = self._requested - start
-        if sys.platform == "linux":
-            with suppress(OSError):  # best effort: some kernels do not support it
-                # It starts to write dirty pages and drops clean ones (mm/fadvise.c).
-                os.posix_fadvise(self.file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
 
 def _save(state: dict[str, Any], file: BinaryIO) -> None:

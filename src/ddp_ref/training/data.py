@@ -150,11 +150,18 @@ def length_of(dataset: Any) -> int:
             f"the data must be one data set, not a dict of {', '.join(map(str, dataset))}: pass "
             "one here, and call evaluate or predict for the others in a Callback"
         )
-    try:
-        return len(dataset)
-    except TypeError:
+    if (length := length_or_none(dataset)) is None:
         kind = type(dataset).__name__
-        raise ValueError(f"the data set must have a length: add __len__ to {kind}") from None
+        raise ValueError(f"the data set must have a length: add __len__ to {kind}")
+    return length
+
+
+def length_or_none(data: Any) -> int | None:
+    """Return the length of a data set or a loader; None if it has none."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
 
 
 def check_count(name: str, value: object) -> None:

@@ -51,10 +51,7 @@ def evaluate(
 
 
 def outputs_in_order(
-    function: Callable[[Any], Any],
-    loader: DataLoader[Any],
-    device: torch.device,
-    distributed: bool,
+    function: Callable[[Any], Any], loader: DataLoader[Any], device: torch.device, distributed: bool
 ) -> Any:
     """Apply `function` to all batches and gather the outputs on rank 0 (collective).
 

@@ -84,7 +84,6 @@ class LossAndMetrics:
         self,
         loss_fn: Callable[[Any, Any], Tensor],
         metrics: Mapping[str, Any],
-        *,
         forward: Forward | None,
         count: Count | None,
         device: torch.device,

@@ -32,7 +32,6 @@ class OptimizerStep:
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         device: torch.device,
-        *,
         clip_norm: float | None,
         precision: str,
         on_nonfinite: str,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .callbacks import Callback
-from .plotting import plot_losses, plot_metrics
+from .plotting import plot
 
 LOG_FORMAT = "[RANK {}] %(asctime)s %(levelname)s %(name)s: %(message)s"
 SETTINGS = ("accumulate", "clip_norm", "precision", "on_nonfinite", "sync_every", "seed")
@@ -52,9 +52,9 @@ class RunFolder(Callback):
         if not handler.train_losses:
             return
         try:
-            plot_losses(handler.history, self.folder / "losses.png")
+            plot(handler.history, ["loss"], self.folder / "losses.png")
             if handler.metrics:
-                plot_metrics(handler.history, list(handler.metrics), self.folder / "metrics.png")
+                plot(handler.history, list(handler.metrics), self.folder / "metrics.png")
         except ImportError as error:
             warnings.warn(str(error), stacklevel=2)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..randomness import seed_from
-from .data import check_count
+from .data import check_count, length_or_none
 from .loader_workers import Loader
 from .samplers import TrainSampler
 from .train_state import TrainState
@@ -19,10 +19,7 @@ class TrainBatches:
 
     Args:
         loader: This rank's loader, from `train_loader`.
-        rank: This rank.
-        world_size: The number of ranks.
-        seed: The seed of the workers' random numbers, for samplers other than TrainSampler.
-        accumulate: Batches per optimizer step.
+        handler: The Handler, for its rank, seed and `accumulate`.
         steps_per_epoch: Optimizer steps per epoch, for an IterableDataset; None to go to its end.
 
     Raises:
@@ -30,16 +27,8 @@ class TrainBatches:
             with a length has it.
     """
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        rank: int,
-        world_size: int,
-        seed: int,
-        accumulate: int,
-        steps_per_epoch: int | None,
-    ) -> None:
+    def __init__(self, loader: DataLoader[Any], handler: Any, steps_per_epoch: int | None) -> None:
+        world_size = handler.info.world_size
         if steps_per_epoch is not None:
             check_count("steps_per_epoch", steps_per_epoch)
         if isinstance(loader.dataset, IterableDataset):
@@ -50,8 +39,7 @@ class TrainBatches:
                 )
         elif steps_per_epoch is not None:
             raise ValueError("steps_per_epoch is for an IterableDataset: this data has a length")
-        self.loader, self.accumulate, self.steps_per_epoch = loader, accumulate, steps_per_epoch
-        self._seeds = seed, rank
+        self.loader, self.handler, self.steps_per_epoch = loader, handler, steps_per_epoch
         sampler = loader.sampler
         self._sampler = sampler if isinstance(sampler, TrainSampler) else None
         # A batch sampler without a batch_size counts each of its batches as one sample.
@@ -83,8 +71,8 @@ class TrainBatches:
             self._sampler.set_epoch(state.epoch, state.samples_seen)
             return True
         if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
-            seed, rank = self._seeds
-            self.loader.generator.manual_seed(seed_from(seed, state.epoch, rank))
+            seed = seed_from(self.handler.seed, state.epoch, self.handler.rank)
+            self.loader.generator.manual_seed(seed)
         loader: Any = self.loader
         outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         samplers: list[Any] = [outer, getattr(outer, "sampler", None)]
@@ -101,29 +89,25 @@ class TrainBatches:
 
     def windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each remaining optimizer step of the epoch."""
-        batches: Iterator[Any] = self._stream
+        accumulate = self.handler.accumulate
         if self.steps_per_epoch is None:
-            batches = iter(self.loader)
+            batches: Iterator[Any] = iter(self.loader)
         else:
-            batches = islice(batches, self.steps_per_epoch * self.accumulate)
-        while window := list(islice(batches, self.accumulate)):
+            batches = islice(self._stream, self.steps_per_epoch * accumulate)
+        while window := list(islice(batches, accumulate)):
             yield window
 
     def steps_left(self, samples_seen: int) -> int | None:
         """Return how many steps of the epoch are left; None if the data has no length."""
-        taken = samples_seen // self.samples_per_batch
+        taken, accumulate = samples_seen // self.samples_per_batch, self.handler.accumulate
+        whole = length_or_none(self.loader)
         if self.steps_per_epoch is not None:
-            batches = self.steps_per_epoch * self.accumulate - taken
-        elif self._sampler is None:
-            try:
-                batches = len(self.loader) - taken
-            except TypeError:
-                return None
-        else:
+            whole = self.steps_per_epoch * accumulate
+        if self._sampler:
             size = self.loader.batch_size or 1
             samples = -(-max(0, self._sampler.size - samples_seen) // self._sampler.num_replicas)
-            batches = samples // size if self.loader.drop_last else -(-samples // size)
-        return -(-max(0, batches) // self.accumulate)
+            whole, taken = samples // size if self.loader.drop_last else -(-samples // size), 0
+        return None if whole is None else -(-max(0, whole - taken) // accumulate)
 
     def _endless(self) -> Iterator[Any]:
         """Yield the stream's batches, again from the beginning when it ends."""
