@@ -17,6 +17,7 @@ def train(path, overrides=()):
 
 
 if __name__ == "__main__":
-    _, result = train(sys.argv[1], overrides=sys.argv[2:])
-    print(f"test accuracy {result['accuracy']:.4f}")
+    trainer, result = train(sys.argv[1], overrides=sys.argv[2:])
+    if trainer.handler.rank == 0:
+        print(f"test accuracy {result['accuracy']:.4f}")
     cleanup_ddp()

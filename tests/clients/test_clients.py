@@ -4,6 +4,7 @@ Every test asserts what a broken port would get wrong: weights that moved and ar
 ranks, a mean that equals the one of a single process, a resumed run that ends at the same bits.
 """
 
+import math
 import os
 import re
 import shutil
@@ -111,12 +112,15 @@ def test_graphs_from_a_yaml_file_resumed(tmp_path):
 
         path, total = f"training.path={tmp_path / folder}", f"training.num_epochs={epochs}"
         trainer, result = graphs_from_yaml.train(HERE / "graphs.yaml", [path, total])
-        return weights(trainer.handler.model), trainer.handler.step, result
+        handler = trainer.handler
+        return weights(handler.model), (handler.step, *handler.history["lr"]), result
 
-    ((one, steps, result), (halfway, _, _)), ((other, _, _), _) = on_two_ranks(both)
-    assert steps == 28 and same_and_moved(halfway, one, other)
-    for resumed, _, again in on_two_ranks(train, "stopped", 4):
-        assert torch.equal(resumed, one) and again == result
+    ((one, progress, result), (halfway, _, _)), ((other, _, _), _) = on_two_ranks(both)
+    assert same_and_moved(halfway, one, other)
+    cosine = [0.01 * (1 + math.cos(math.pi * epoch / 4)) for epoch in range(4)]
+    assert progress[0] == 28 and progress[1:] == pytest.approx(cosine)
+    for resumed, again, same in on_two_ranks(train, "stopped", 4):
+        assert torch.equal(resumed, one) and (again, same) == (progress, result)
 
 
 def test_bert_with_dicts_accumulation_a_cosine_schedule_and_bf16_resumed(tmp_path):
