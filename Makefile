@@ -60,7 +60,7 @@ run-torchrun: $(READY)  ## train in NPROC processes with torchrun, resuming from
 
 run-slurm: $(READY)  ## train on two nodes with srun: of your Slurm, else of slurm-up's
 	@timeout 5 sinfo > /dev/null 2>&1 || { $(CLUSTER) up && export SLURM_CONF=$(CLUSTER_CONF); } && set -x && \
-		srun --nodes=2 --ntasks-per-node=$(NPROC) $(SRUN_ARGS) $(BIN)/python scripts/multinode_slurm.py $(ARGS)
+		srun --nodes=2 --ntasks-per-node=$(NPROC) --kill-on-bad-exit=1 $(SRUN_ARGS) $(BIN)/python scripts/multinode_slurm.py $(ARGS)
 
 slurm-up:  ## start a Slurm cluster on this machine: two hosts, as root
 	@$(CLUSTER) up

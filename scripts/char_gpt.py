@@ -2,7 +2,7 @@
 
 python scripts/char_gpt.py --nproc 2       two minutes on two cores
 torchrun --standalone --nproc-per-node=2 scripts/char_gpt.py
-srun --nodes=2 --ntasks-per-node=2 python scripts/char_gpt.py
+srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit=1 python scripts/char_gpt.py
 
 Told to stop, the ranks of torchrun and srun save this step; with --nproc the last epoch is kept.
 The same line again goes on from the newest checkpoint; when all epochs are done, it only writes.

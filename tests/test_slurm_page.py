@@ -51,3 +51,15 @@ def test_the_commands_print_what_the_page_shows(cluster, tmp_path):
     for (command, *shown), text in zip(steps, printed, strict=False):
         for line in filter(None, shown):
             assert re.search(f"^{re.escape(line)}", text, re.MULTILINE), (command, line, text)
+
+
+def test_every_srun_of_ours_ends_all_ranks_if_one_fails():
+    """Handler leaves that to the launcher: an error ends its own process alone."""
+    files = [*ROOT.glob("scripts/slurm/*_job.sh"), ROOT / "Makefile", ROOT / "scripts/char_gpt.py"]
+    files += [ROOT / "docs/how-to/launch.md", ROOT / "drill/launchers.py"]
+    assert len(files) == 7
+    for file in files:
+        text = file.read_text()
+        calls = re.findall(r"(?:^|[\t`])srun (?:-|\$).*(?:\n.*)?", text, re.MULTILINE)
+        calls = calls or re.findall(r"options = .*\n.*srun.*", text)
+        assert calls and all("--kill-on-bad-exit=1" in call for call in calls), (file, calls)

@@ -38,7 +38,7 @@ trap stop USR1
 # --cpus-per-task: since Slurm 22.05, srun does not take it from the head by itself.
 # --standalone: torchrun finds a free port, for all its ranks are on this node.
 # SLURM_GPUS_ON_NODE counts what Slurm gave to the job here, a rank for each.
-srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 \
     "$PYTHON" -m torch.distributed.run --standalone \
     --nproc-per-node="$SLURM_GPUS_ON_NODE" "${TRAIN[@]}" &
 

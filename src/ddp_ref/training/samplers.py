@@ -134,5 +134,6 @@ def _rows(dataset: Any, indices: list[int]) -> list[Tensor]:
     while isinstance(dataset, Subset):
         indices = [int(dataset.indices[index]) for index in indices]
         dataset = dataset.dataset
+    rows = torch.tensor(indices)
     # Indexing may keep the memory layout of a permuted tensor; stacking rows would not.
-    return [tensor[torch.tensor(indices)].contiguous() for tensor in dataset.tensors]
+    return [tensor[rows].contiguous() for tensor in dataset.tensors]

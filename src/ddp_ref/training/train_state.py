@@ -121,7 +121,7 @@ def _check_fits(
 ) -> None:
     """Raise ValueError unless a Handler with these `parts` and settings can load `saved`."""
     known = STATEFUL & saved.keys()
-    if "ranks" not in saved or known != parts:
+    if not saved.keys() >= {"ranks", *SAVED} or known != parts:
         raise ValueError(
             f"{path} has the state of {', '.join(sorted(known)) or 'no optimizer'}, but this "
             f"Handler has {', '.join(sorted(parts))}: create it as the run that saved did"
