@@ -174,7 +174,8 @@ class Handler:
         rank, world_size, seed = self.rank, self.info.world_size, self.seed
         made = train_loader(data, batch_size, rank=rank, world_size=world_size, seed=seed, **loader)
         batches = TrainBatches(made, self, steps_per_epoch)
-        self._check_same(items=length_or_none(made.dataset), batches=length_or_none(made))
+        if steps_per_epoch is None:  # streams of the ranks may differ in length
+            self._check_same(items=length_or_none(made.dataset), batches=length_or_none(made))
         if batches.steps_left(0) == 0:
             raise ValueError(
                 f"an epoch has no batch of {made.batch_size} samples: use a smaller batch_size, or "

@@ -188,10 +188,7 @@ def _module(name: str) -> ModuleType:
 def _attribute(owner: Any, name: str) -> Any:
     """Return the attribute or the submodule `name` of `owner`."""
     if isinstance(owner, ModuleType) and not hasattr(owner, name):
-        try:
-            return importlib.import_module(f"{owner.__name__}.{name}")
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{owner.__name__} has no {name}") from error
+        return _module(f"{owner.__name__}.{name}")
     try:
         return getattr(owner, name)
     except AttributeError as error:

@@ -64,26 +64,19 @@ class TrainerDDP:
         model = _build("model", self.config["model"])
         if not isinstance(model, nn.Module):
             raise ValueError(f"model.type must create a module, not a {type(model).__name__}")
-        optimizer = _build(
-            "training.optimizer",
-            {
-                "type": training["optimizer_type"],
-                "args": [model.parameters(), *training["optimizer_args"]],
-                "kwargs": training["optimizer_kwargs"],
-            },
-        )
+        keys = {key: training[f"optimizer_{key}"] for key in ("type", "args", "kwargs")}
+        optimizer = _build("training.optimizer", keys, model.parameters())
         scheduler, unused = training["scheduler"], parallel["find_unused_parameters"]
         if scheduler:
-            arguments = {"args": [optimizer, *scheduler["args"]]}
-            scheduler = _build("training.scheduler", scheduler | arguments), scheduler["every"]
+            made = _build("training.scheduler", scheduler, optimizer)
+            scheduler = made, scheduler["every"]
         self._criterion = _RecordedCriterion(self.config["criterion"])
+        metrics = self.config["metrics"].items()
         self.handler = Handler(
             model,
             optimizer,
             self._criterion,
-            metrics={
-                n: m() if isinstance(m, type) else m for n, m in self.config["metrics"].items()
-            },
+            metrics={name: m() if isinstance(m, type) else m for name, m in metrics},
             scheduler=scheduler,
             callbacks=[self._criterion, *self._callbacks()],
             device=training["device"],
@@ -93,7 +86,12 @@ class TrainerDDP:
         )
         if isinstance(self._criterion.criterion, nn.Module):
             self._criterion.criterion.to(self.handler.device)
-        _check_output_device(parallel["output_device"], self.handler.device)
+        index, device = parallel["output_device"], self.handler.device
+        if index not in (None, device.index):
+            raise ValueError(
+                f"parallel.output_device is {index}, but this rank computes on {device}: set it to "
+                "null"
+            )
         self._loaders: list[DataLoader[Any]] = []
 
     def prepare_dataloaders(self) -> tuple[DataLoader[Any], DataLoader[Any], DataLoader[Any]]:
@@ -107,15 +105,10 @@ class TrainerDDP:
             ValueError: On all ranks, if the length of the data differs between ranks.
         """
         train_set, val_set, test_set = self._datasets()
-        drop_last, size = self.config["training"]["drop_last"], self._batch_size
-        handler = self.handler
-        handler.set_train_loader(
-            train_set, size("training"), drop_last=drop_last, **self._loading("training")
-        )
-        handler.set_val_loader(val_set, size("validation"), **self._loading("validation"))
-        test_loader = eval_loader(
-            test_set, size("testing"), rank=0, world_size=1, **self._loading("testing")
-        )
+        handler, drop_last = self.handler, self.config["training"]["drop_last"]
+        handler.set_train_loader(train_set, drop_last=drop_last, **self._loading("training"))
+        handler.set_val_loader(val_set, **self._loading("validation"))
+        test_loader = eval_loader(test_set, rank=0, world_size=1, **self._loading("testing"))
         assert handler.train_loader is not None and handler.val_loader is not None
         self._loaders = [handler.train_loader, handler.val_loader]
         return handler.train_loader, handler.val_loader, test_loader
@@ -191,14 +184,15 @@ class TrainerDDP:
             default = stopping["type"] == DEFAULT_STOPPING
             kind = EarlyStopping if default else stopping["type"]
             parts["early_stopping"] = stopping | {"type": kind}
-        callbacks = {name: _build(name, part) for name, part in parts.items()}
-        for name, callback in callbacks.items():
+        callbacks = [_build(name, part) for name, part in parts.items()]
+        for name, callback in zip(parts, callbacks, strict=True):
             if not isinstance(callback, Callback):
                 kind = type(callback).__name__
                 raise ValueError(f"{name}.type must create a Callback, not a {kind}")
-        path, every = (self.config["training"][name] for name in ("path", "checkpoint_at"))
-        last = [] if path is None else [Checkpoint(path, every_epochs=every)]
-        return [*callbacks.values(), *last]
+        if (path := self.config["training"]["path"]) is not None:
+            every = self.config["training"]["checkpoint_at"]
+            callbacks.append(Checkpoint(path, every_epochs=every))
+        return callbacks
 
     def _datasets(self) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
         """Return the data sets for training, validation and testing, the same on all ranks."""
@@ -220,13 +214,11 @@ class TrainerDDP:
         train_set = whole if len(order) == size else Subset(whole, sorted(order))
         return train_set, held_out[0], held_out[1]
 
-    def _batch_size(self, name: str) -> int:
-        return self.config[name]["batch_size"] or self.config["training"]["batch_size"]
-
     def _loading(self, name: str) -> dict[str, Any]:
-        section = self.config[name]
+        section, training = self.config[name], self.config["training"]
         return {
-            "collate_fn": self.config["training"]["collate_fn"],
+            "batch_size": section["batch_size"] or training["batch_size"],
+            "collate_fn": training["collate_fn"],
             "num_workers": section["num_workers"],
             "prefetch_factor": section["prefetch_factor"],
             "persistent_workers": section["num_workers"] > 0,  # starting them takes seconds
@@ -284,9 +276,9 @@ def _in_words(what: str, loss: float, spread: float) -> str:
     return f"{what}: loss={loss:.3f} ± {spread:.3f}"
 
 
-def _build(name: str, section: Mapping[str, Any]) -> Any:
+def _build(name: str, section: Mapping[str, Any], *first: Any) -> Any:
     try:
-        return section["type"](*section["args"], **section["kwargs"])
+        return section["type"](*first, *section["args"], **section["kwargs"])
     except TypeError as error:
         raise TypeError(f"{name} cannot be created from its args and kwargs: {error}") from error
 
@@ -295,20 +287,13 @@ def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInf
     """Open the group unless it is open, and check that it is the one in the configuration."""
     if parallel["rank"] not in (None, rank):
         raise ValueError(f"parallel.rank is {parallel['rank']}, but TrainerDDP got rank {rank}")
-    backend, world_size = "gloo" if device == "cpu" else None, parallel["world_size"]
-    seconds = parallel["timeout"]
+    seconds, world_size = parallel["timeout"], parallel["world_size"]
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    if world_size in (None, 1) or dist.is_initialized() or _is_env_distributed():
-        info = initialize_ddp(timeout, backend=backend)
-    else:
-        info = initialize_ddp(
-            timeout,
-            rank=rank,
-            world_size=world_size,
-            master_addr=parallel["master_addr"],
-            master_port=parallel["master_port"],
-            backend=backend,
-        )
+    place: dict[str, Any] = {}
+    if not (world_size in (None, 1) or dist.is_initialized() or _is_env_distributed()):
+        place = {name: parallel[name] for name in ("world_size", "master_addr", "master_port")}
+        place["rank"] = rank
+    info = initialize_ddp(timeout, backend="gloo" if device == "cpu" else None, **place)
     if rank != info.rank:
         raise ValueError(f"TrainerDDP got rank {rank}, but this process is rank {info.rank}")
     if world_size not in (None, info.world_size):
@@ -317,10 +302,3 @@ def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInf
             "set it to null"
         )
     return info
-
-
-def _check_output_device(index: int | None, device: torch.device) -> None:
-    if index not in (None, device.index):
-        raise ValueError(
-            f"parallel.output_device is {index}, but this rank computes on {device}: set it to null"
-        )

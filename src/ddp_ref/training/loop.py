@@ -23,10 +23,8 @@ class TrainLoop:
 
     def __init__(self, handler: Any) -> None:
         self.handler, self.model, self.state = handler, handler.model, handler.state
-        self.loss_and_metrics, self.optimizer_step = (
-            handler.loss_and_metrics,
-            handler.optimizer_step,
-        )
+        self.loss_and_metrics = handler.loss_and_metrics
+        self.optimizer_step = handler.optimizer_step
         self.rank_sync = RankSync(handler.device, handler.info.distributed)
         self.stopping = False
         self._trainable = self._requires_grad()
@@ -80,10 +78,11 @@ class TrainLoop:
         step.optimizer.zero_grad()
         for number, (batch, count) in enumerate(zip(window, counts, strict=True), start=1):
             with gradient_sync(self.model, enabled=number == len(window)):
-                result = self.loss_and_metrics(self.model, batch)
+                result = self.loss_and_metrics(self.model, batch)  # the forward pass
                 step.backward(window_count.scale(result.loss, count))
             results.append((count, result))
-        taken = step.step()  # clips, and steps a scheduler that steps per optimizer step
+        finite = step.clip()
+        taken = step.step(finite)  # the optimizer, and a scheduler that steps with it
         # A step that was not meant to be skipped must report its loss, finite or not.
         if taken or not step.skip_nonfinite:
             for count, result in results:

@@ -61,7 +61,7 @@ class RunningSums:
         for total, value in zip(self.totals, state["totals"], strict=True):
             total += value.to(total.device)
         for name, saved in state["objects"].items() if with_objects else ():
-            self.objects[name].load_state_dict(saved)
+            self.objects[name].load_state_dict(move(saved, self.totals[0].device))
 
 
 class LossAndMetrics:
@@ -160,7 +160,8 @@ def _float64_copy(name: str, value: Any, device: torch.device) -> Tensor:
     """Return one number as a float64 tensor; a copy, because a metric may reuse its tensor."""
     try:
         if not isinstance(value, Tensor):
-            return torch.tensor(float(value), dtype=torch.float64, device=device)
+            # torch.tensor would wait for the GPU.
+            return torch.full((), float(value), dtype=torch.float64, device=device)
         number = value.detach().to(device, torch.float64, copy=True)
         return number.reshape(()) if number.dim() else number
     except (TypeError, RuntimeError, ValueError) as error:

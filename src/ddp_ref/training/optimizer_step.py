@@ -12,7 +12,7 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 class OptimizerStep:
-    """Turn losses into optimizer steps: call `backward` for each batch of a step, then `step` once.
+    """Turn losses into optimizer steps: `backward` for each batch of a step, then `clip`, `step`.
 
     Args:
         optimizer: Any optimizer that needs one backward pass per step, so not LBFGS.
@@ -58,11 +58,23 @@ class OptimizerStep:
         """Run the backward pass of `loss`, which adds to the gradients."""
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
-    def step(self) -> bool:
-        """Clip the gradients and step; return whether the step was taken, the same on all ranks."""
+    def clip(self) -> bool:
+        """Clip the gradients; return False if this step must be skipped as they are not finite."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        taken = self._clip()
+        if self.clip_norm is None and not self.skip_nonfinite:
+            return True
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        # DDP has already averaged the gradients, so all ranks agree.
+        if self.skip_nonfinite and not torch.isfinite(norm):
+            return False
+        if self.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
+        return True
+
+    def step(self, taken: bool) -> bool:
+        """Step, unless `clip` returned False; return whether the step was taken on all ranks."""
         if taken:
             self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
         if self.scaler:
@@ -85,19 +97,6 @@ class OptimizerStep:
         """Return the objects with a state dict, by their name in a checkpoint."""
         parts = {"optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
         return {name: part for name, part in parts.items() if part is not None}
-
-    def _clip(self) -> bool:
-        """Clip the gradients; return False if this step must be skipped as they are not finite."""
-        if self.clip_norm is None and not self.skip_nonfinite:
-            return True
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        # DDP has already averaged the gradients, so all ranks agree.
-        if self.skip_nonfinite and not torch.isfinite(norm):
-            return False
-        if self.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-        return True
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

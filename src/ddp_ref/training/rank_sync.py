@@ -54,16 +54,14 @@ class RankSync:
         numbers = [sums.count, self.flags.stop, bool(self.flags.signals)]
         self.flags.stop = False
         head = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
-        ranks, work = [torch.cat([head, torch.stack(sums.totals)])], None
+        own = torch.cat([head, torch.stack(sums.totals)])
+        ranks, work = [own], None
         if self.distributed:
             # A few numbers cost latency, not bandwidth: gloo's all-gather goes around its ring
             # once, its all-reduce twice.
-            own, ranks = (
-                ranks[0],
-                [torch.empty_like(ranks[0]) for _ in range(dist.get_world_size())],
-            )
+            ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
             work = dist.all_gather(ranks, own, async_op=True)
-        names, read = sums.names, self._copy_to_host(ranks, work)
+        names, read = sums.names, self._copy_to_host(own, ranks, work)
         self._pending = lambda: _add_up(names, read())
 
     def finish(self) -> GlobalSummary | None:
@@ -71,7 +69,9 @@ class RankSync:
         read, self._pending = self._pending, None
         return None if read is None else read()
 
-    def _copy_to_host(self, ranks: list[Tensor], work: dist.Work | None) -> Callable[[], Tensor]:
+    def _copy_to_host(
+        self, own: Tensor, ranks: list[Tensor], work: dist.Work | None
+    ) -> Callable[[], Tensor]:
         """Return a function that waits for `work` and returns `ranks` in one tensor on the CPU.
 
         On a GPU, a side stream waits and copies, so neither the training stream nor the host waits
@@ -88,10 +88,11 @@ class RankSync:
             host.copy_(stacked, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._side_stream)
+        in_use = [own, *ranks]
 
         def read() -> Tensor:
             copied.synchronize()
-            ranks.clear()  # only now may the allocator use their memory for something else
+            in_use.clear()  # only now may the training stream use their memory for something else
             return host
 
         return read
@@ -127,7 +128,8 @@ class WindowCount:
         self._work: dist.Work | None = None
         self._factor: Tensor | None = None
         if exact:
-            self._total = torch.tensor(float(self.own), dtype=torch.float64).to(device)
+            total = torch.tensor(float(self.own), dtype=torch.float64)
+            self._total = total.to(device, non_blocking=True)  # without waiting for the GPU
             self._work = dist.all_reduce(self._total, async_op=True)
 
     def scale(self, loss: Tensor, count: int) -> Tensor:
