@@ -47,8 +47,8 @@ MUTATIONS = (
         "training/batches.py",
         "if parts and not isinstance(parts[0], Mapping) and (count",
         "if parts and (count",
-        "test_handler.py",
-        "batches_of_many_kinds",
+        "test_adoption.py",
+        "how_many_samples",
     ),
     Mutation(
         "keep-one-more",
@@ -219,6 +219,42 @@ MUTATIONS = (
         "output_that_takes_nothing",
     ),
     Mutation(
+        "token-counts-of-one-rank",
+        "With count=, each rank's gradient is over its own tokens, not over those of all ranks.",
+        "training/rank_sync.py",
+        "self._factor = dist.get_world_size() / self._total.clamp(min=1)",
+        "self._factor = 1 / torch.tensor(max(self.own, 1), dtype=torch.float64)",
+        "test_adoption.py",
+        "test_on_ranks",
+    ),
+    Mutation(
+        "scheduler-step-forgotten",
+        "A resumed run leaves out the step of a per-epoch scheduler that was due.",
+        "training/train_state.py",
+        '"data", "due_loss")',
+        '"data")',
+        "test_adoption.py",
+        "test_in_one_process",
+    ),
+    Mutation(
+        "stream-from-the-start",
+        "A stream starts again in every epoch.",
+        "training/train_batches.py",
+        "batches = islice(self._stream, self.steps_per_epoch * accumulate)",
+        "batches = islice(self._endless(), self.steps_per_epoch * accumulate)",
+        "test_adoption.py",
+        "test_in_one_process",
+    ),
+    Mutation(
+        "metric-object-shared",
+        "Validation resets the metric objects of the epoch of training.",
+        "training/loss_and_metrics.py",
+        "objects = copy.deepcopy(self.objects)",
+        "objects = dict(self.objects)",
+        "test_adoption.py",
+        "test_in_one_process",
+    ),
+    Mutation(
         "mean-of-means",
         "Validation returns the mean over batches, not over samples.",
         "training/evaluation.py",
@@ -337,8 +373,7 @@ MUTATIONS = (
 )
 
 UNNOTICED = {  # no test notices these yet
-    *("detection-weight", "view-loses-requires-grad", "lowest-loss-too-early"),
-    *("scheduler-state-dropped", "other-default-in-yaml"),
+    "view-loses-requires-grad",
 }
 PACKAGE = Path("src") / "ddp_ref"
 LIMIT = 420  # seconds for all tests of a mutation

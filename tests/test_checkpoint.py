@@ -87,6 +87,21 @@ def test_a_flipped_bit_in_a_tensor_of_a_bare_save_is_noticed(tmp_path):
         checkpoint.read(tmp_path / "a.pt")
 
 
+def test_a_damaged_bare_save_is_never_a_failing_disk(tmp_path):
+    """Its headers lead anywhere, also to a seek before the start of the file."""
+    torch.save(STATE, tmp_path / "a.pt")
+    content = (tmp_path / "a.pt").read_bytes()
+    for place in range(1, 120):
+        damaged = bytearray(content)
+        damaged[-place] ^= 0x80
+        (tmp_path / "a.pt").write_bytes(damaged)
+        try:
+            state = checkpoint.read(tmp_path / "a.pt")
+        except DamagedCheckpoint:
+            continue
+        assert equal(state, STATE)
+
+
 @pytest.mark.parametrize("part", [0, 0.01, 0.5, 0.9, 0.999])
 def test_a_file_cut_short_is_refused(written, tmp_path, part):
     (tmp_path / "a.pt").write_bytes(written[: int(part * len(written))])

@@ -1,6 +1,7 @@
 """The YAML of a run: what it may name, what its keys may hold, and what it says of a mistake."""
 
 import sys
+from inspect import signature
 
 import pytest
 import torch
@@ -182,6 +183,13 @@ def test_what_is_left_out_is_filled_in(tmp_path):
     other = read(LEAST, tmp_path)
     other["training"]["optimizer_kwargs"]["lr"] = 1
     assert read(LEAST, tmp_path) == config  # no default is shared
+
+
+def test_defaults_are_those_of_handler(tmp_path):
+    training, parameters = read(LEAST, tmp_path)["training"], signature(ddp_ref.Handler).parameters
+    names = {"seed", "accumulate", "clip_norm", "precision", "on_nonfinite", "sync_every"}
+    names |= {"forward", "count", "scheduler"}
+    assert {n: training[n] for n in names} == {n: parameters[n].default for n in names}
 
 
 def test_overrides(tmp_path):

@@ -232,6 +232,10 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         job(seed=5).load(tmp_path / "step_7.pt")
     with pytest.raises(ValueError, match="this Handler has optimizer, scheduler"):
         job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)).load(tmp_path / "step_7.pt")
+    scheduled = job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
+    scheduled.save(tmp_path / "scheduled.pt")
+    with pytest.raises(ValueError, match="has the state of optimizer, scheduler, but this Handler"):
+        job().load(tmp_path / "scheduled.pt")
     with pytest.raises(ValueError, match=r"with metrics \['accuracy'\], not \['other'\]"):
         job(metrics={"other": accuracy}).load(tmp_path / "step_7.pt")
     (tmp_path / "step_old_9.pt").write_bytes(b"not one of ours")

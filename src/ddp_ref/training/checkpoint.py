@@ -74,13 +74,12 @@ def read(path: str | Path) -> dict[str, Any]:
 def _read(path: Path) -> tuple[dict[str, Any], int]:
     """Return what `read` does, and the checksum of the file."""
     with path.open("rb") as file:
+        checksum, tail = _read_through(file)  # OSError: the disk fails; the file may be intact
         try:
-            checksum = _checksum(file)
+            checksum = _verified(file, checksum, tail)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
-        except OSError:
-            raise  # the disk may recover, and the file may be intact
-        except Exception as error:  # damaged headers can raise any type
+        except Exception as error:  # damaged headers can raise any type, also OSError
             raise DamagedCheckpoint(
                 f"{path} is not a complete checkpoint: {_reason(error)}"
             ) from error
@@ -255,18 +254,24 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _checksum(file: BinaryIO) -> int:
-    """Return the checksum that `_save` has, of a file that is intact.
+def _read_through(file: BinaryIO) -> tuple[int, bytes]:
+    """Read all bytes; return the checksum of those before the place of `_save`'s end, and the end.
 
-    torch.load checks none. All bytes are read here, so a disk that fails is an OSError, and what
-    goes wrong later is the file's fault. A plain torch.save has checksums of its parts alone.
+    If the disk fails, it fails here. What goes wrong later is the file's fault.
     """
     size = file.seek(0, os.SEEK_END)
-    end = max(0, size - len(NO_COMMENT) - len(MARK) - 8)
-    checksum, left = 0, file.seek(0) or end
+    left = max(0, size - len(NO_COMMENT) - len(MARK) - 8)
+    checksum = file.seek(0)
     while left and (data := file.read(min(CHUNK, left))):
         checksum, left = zlib.crc32(data, checksum), left - len(data)
-    tail = file.read()
+    return checksum, file.read()
+
+
+def _verified(file: BinaryIO, checksum: int, tail: bytes) -> int:
+    """Return the checksum of the file, or raise RuntimeError if it has changed.
+
+    torch.load checks no checksum. A plain torch.save has checksums of its parts alone.
+    """
     if tail[2:].startswith(MARK):
         checksum = zlib.crc32(NO_COMMENT, checksum)
         if tail[-8:] != f"{checksum:08x}".encode():
@@ -275,8 +280,8 @@ def _checksum(file: BinaryIO) -> int:
     with zipfile.ZipFile(file) as archive:
         if damaged := archive.testzip():
             raise RuntimeError(f"wrong checksum of {damaged}")
-        if tail[-END_SIZE:][:4] != END:  # it had a comment
-            raise RuntimeError("its end is missing")
+    if tail[-END_SIZE:][:4] != END:  # it had a comment
+        raise RuntimeError("its end is missing")
     return zlib.crc32(tail, checksum)
 
 
