@@ -16,6 +16,7 @@ VENV := .venv$(INTERPRETER:%=-%)$(TORCH:%=-torch-%)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
+CLIENTS := $(VENV)-clients
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
 CLUSTER := scripts/slurm/local_cluster.sh
@@ -31,7 +32,7 @@ PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
 unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile the package again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-torch test-mutants test-coverage test-docs test-notebooks test-site test-slurm drill bench lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-torch test-clients test-mutants test-coverage test-docs test-notebooks test-site test-slurm drill bench lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [TORCH=2.8.0] [PIP_ARGS=...]"
@@ -88,6 +89,21 @@ endif
 
 test-torch: $(READY)  ## run the package's tests with another torch: TORCH=2.8.0
 	$(BIN)/python -m pytest $(PACKAGE_TESTS) $(ARGS)
+
+test-clients: $(CLIENTS)/.ready  ## run ports of PyTorch Geometric, Hugging Face and others
+	$(CLIENTS)/bin/python -m pytest -n 2 tests/clients $(ARGS)
+
+# It sees the packages of $(VENV), so that torch is not installed twice. Its own come first.
+$(CLIENTS)/.ready: $(READY) tests/clients/requirements.txt
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"error: the versions in tests/clients/requirements.txt need Python 3.11 or later")'
+	$(BIN)/python -m venv --clear $(CLIENTS)
+	@where='import sysconfig; print(sysconfig.get_path("purelib"))' && \
+		printf "import site; site.addsitedir('%s')\n" "$$($(BIN)/python -c "$$where")" \
+		> "$$($(CLIENTS)/bin/python -c "$$where")/shared.pth"
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--no-deps -r tests/clients/requirements.txt
+	@touch $@
 
 test-mutants: $(READY)  ## break the package in 37 ways and count how many the tests notice
 	$(BIN)/python tests/mutants.py $(ARGS)

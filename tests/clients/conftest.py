@@ -1,0 +1,47 @@
+"""The clients' tests run in an environment of their own, by `make test-clients`.
+
+That environment has the clients' packages and takes torch from `.venv`. In `.venv` itself, where
+those packages are missing, pytest does not even look at these tests: `make test` and plain
+`pytest` leave them out.
+"""
+
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from harness import MARK, marked
+
+IN_PLACE = Path(sys.prefix).name.endswith("-clients")
+collect_ignore_glob = [] if IN_PLACE else ["test_*.py"]
+
+
+def pytest_report_header():
+    """Say what to do, if somebody names this folder to a pytest that cannot run it."""
+    return None if IN_PLACE else "clients: left out here, run `make test-clients`"
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    """Keep the libraries from calling home, and MLflow from refusing to write files."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(monkeypatch):
+    """Fail a test that leaves any process behind, also one that changed its parent."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    yield
+    deadline = time.monotonic() + 10
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    assert not left, f"processes left behind: {left}"

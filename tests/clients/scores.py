@@ -1,0 +1,27 @@
+"""Validate with F1 and AUROC of torchmetrics, which are no means over batches."""
+
+import torch
+from torch import nn
+from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
+
+from datautils import digits
+from ddp_ref import Handler, cleanup_ddp
+
+
+def train(epochs=2):
+    torch.manual_seed(0)
+    model = nn.Linear(64, 10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    metrics = {"f1": MulticlassF1Score(10, average="macro"), "auroc": MulticlassAUROC(10)}
+    handler = Handler(model, optimizer, nn.functional.cross_entropy, metrics=metrics)
+    handler.set_train_loader(digits("train"), batch_size=32)
+    handler.set_val_loader(digits("test"), batch_size=32)  # 357 items: 179 and 178 on two ranks
+    handler.train(epochs)
+    return handler
+
+
+if __name__ == "__main__":
+    handler = train()
+    if handler.rank == 0:
+        print({name: round(values[-1], 4) for name, values in handler.val_metrics.items()})
+    cleanup_ddp()

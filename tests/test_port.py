@@ -1,0 +1,45 @@
+"""The pages "Port your code" and "Your own loop" show the clients' code, and nothing else."""
+
+import ast
+import re
+import sys
+import textwrap
+
+import pytest
+from harness import ROOT, run
+
+CLIENTS = ROOT / "tests" / "clients"
+PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("port", "your-own-loop")]
+FENCE = re.compile(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def fences(page):
+    """Return the name in the first line of each fence, and the lines after it."""
+    return FENCE.findall(page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_fence_is_a_part_of_a_client_that_is_tested(page):
+    parts = [(name, code) for name, code in fences(page) if name != "yours.py"]
+    assert len(parts) >= 5
+    for name, code in parts:
+        assert f"\n{code}" in (ROOT / name).read_text(), f"{page.name}: not in {name}:\n{code}"
+
+
+def test_what_the_reader_has_is_python():
+    for _, code in (fence for fence in fences(PAGES[0]) if fence[0] == "yours.py"):
+        ast.parse(textwrap.dedent(code))
+
+
+def test_every_client_is_shown():
+    shown = {name for page in PAGES for name, _ in fences(page)} - {"yours.py"}
+    files = [*CLIENTS.glob("*.py"), *CLIENTS.glob("*.yaml")]
+    clients = {path for path in files if not path.name.startswith(("test_", "conftest"))}
+    assert shown == {str(path.relative_to(ROOT)) for path in clients}
+
+
+def test_pytest_leaves_the_clients_out(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", CLIENTS]
+    ended = run(*command, cwd=tmp_path)
+    assert ended.code == 5, ended.stdout
+    assert "make test-clients" in ended.stdout and "no tests collected" in ended.stdout
