@@ -9,7 +9,7 @@ from training_job import job, network
 
 from ddp_ref import Checkpoint, Handler
 from ddp_ref.training import train_state
-from ddp_ref.training.batches import default_count
+from ddp_ref.training.batches import default_count, inputs_of
 from ddp_ref.training.optimizer_step import move_optimizer_state
 
 SCRIPT = "adoption_checks.py"
@@ -59,6 +59,26 @@ def test_what_the_ports_met_is_one_line(options, error, text):
     with pytest.raises(error, match=text) as caught:
         made(**options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "inputs"),
+    [
+        ((1, 2), None),
+        (["a", "b"], None),
+        ((["a"], torch.ones(1)), None),
+        ("a", None),
+        (([{"image": 1}], 2), [{"image": 1}]),  # of a detection
+        ({"ids": 1}, {"ids": 1}),
+        (((3, Timm),), (3, Timm)),
+    ],
+)
+def test_what_a_model_cannot_predict_is_named(batch, inputs):
+    if inputs is None:
+        with pytest.raises(ValueError, match=r"a batch must start with a tensor .* pass forward="):
+            inputs_of(batch)
+    else:
+        assert inputs_of(batch) == inputs
 
 
 class Batch:

@@ -24,7 +24,7 @@ def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
 def inputs_of(batch: Any) -> Any:
     """Return the model's inputs: the first element of a tuple or list, else the batch itself."""
     inputs = batch[0] if isinstance(batch, list | tuple) and batch else batch
-    if isinstance(inputs, str | bytes | list | tuple | int | float) and not _tensors_in(inputs):
+    if not _may_be_inputs(inputs):
         raise ValueError(
             f"a batch must start with a tensor with one row per sample, not with {inputs!r:.60}: "
             "give the loader a collate_fn, or pass forward= to Handler"
@@ -86,7 +86,7 @@ def _map_parts(value: Any, function: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _tensors_in(value: Any) -> bool:
+def _may_be_inputs(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return any(map(_tensors_in, value))
-    return isinstance(value, Tensor) or hasattr(value, "to")
+        return any(map(_may_be_inputs, value))
+    return not isinstance(value, str | bytes | int | float)
