@@ -220,10 +220,16 @@ class Graphs(DataLoader):
         return iter([])
 
 
+class Neighbors(DataLoader):
+    def _get_iterator(self):  # as PyTorch Geometric's NeighborLoader
+        return iter([])
+
+
 def check_loaders_that_cannot_be_sharded_are_refused():
     data, handler = Points(12), job()
-    with pytest.raises(ValueError, match="Graphs makes its batches in its own __iter__"):
-        handler.train_loader = Graphs(data, 3)
+    for own in (Graphs, Neighbors):
+        with pytest.raises(ValueError, match=f"{own.__name__} makes its batches in its own"):
+            handler.train_loader = own(data, 3)
     some = DataLoader(data, 3, sampler=torch.utils.data.SubsetRandomSampler(range(6)))
     with pytest.raises(ValueError, match="a SubsetRandomSampler may not: pass a Subset"):
         handler.val_loader = some

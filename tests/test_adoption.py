@@ -5,7 +5,7 @@ import pytest
 import torch
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
-from training_job import job, network
+from training_job import Points, job, network
 
 from ddp_ref import Checkpoint, Handler
 from ddp_ref.training import train_state
@@ -51,14 +51,32 @@ def made(**options):
         (
             {"metrics": {"f1": adoption_checks.F1().update}},
             ValueError,
-            "'f1' is a method of a metric object, .* pass the object itself",
+            "'f1' is .* a metric object",
         ),
+        ({"metrics": {"f1": adoption_checks.F1}}, ValueError, "'f1' is .*F1.* a metric object"),
     ],
 )
 def test_what_the_ports_met_is_one_line(options, error, text):
     with pytest.raises(error, match=text) as caught:
         made(**options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"count": lambda batch: -1}, r"count\(batch\) must be .* at least 0, not -1"),
+        ({"count": lambda batch: 8.0}, r"count\(batch\) must be .* at least 0, not 8\.0"),
+        ({"count": lambda batch: torch.ones(2).int()}, r"count\(batch\) must be .* not tensor"),
+        ({"forward": lambda model, batch: model(batch[0])}, "outputs, targets.*, not a Tensor"),
+        ({"forward": lambda model, batch: {"a": 1, "b": 2}}, "outputs, targets.*, not a dict"),
+    ],
+)
+def test_what_count_and_forward_must_return(options, text):
+    handler = made(**options)
+    handler.set_train_loader(Points(8), batch_size=4)
+    with pytest.raises(ValueError, match=text):
+        handler.train(1)
 
 
 @pytest.mark.parametrize(

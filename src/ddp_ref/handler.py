@@ -164,7 +164,7 @@ class Handler:
                 each rank its own samples.
             batch_size: Samples per rank and batch. Default: the existing loader's.
             steps_per_epoch: Optimizer steps per epoch, for an IterableDataset. The stream goes on
-                in the next epoch, and starts again when it ends.
+                in the next epoch. It starts again when it ends, and with each call of `train`.
             **loader: Anything else that DataLoader takes.
 
         Raises:
@@ -241,6 +241,8 @@ class Handler:
         except (Exception, KeyboardInterrupt) as error:
             self.log(f"ended by {type(error).__name__}: {error}")
             raise
+        finally:
+            self.train_batches.rewind()
 
     def stop(self) -> None:
         """Ask all ranks to stop after the next summary; one rank is enough (not collective)."""

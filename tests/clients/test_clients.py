@@ -259,7 +259,6 @@ def test_f1_and_auroc_of_torchmetrics_are_those_of_a_single_process():
     assert abs(of_means - whole["f1"]) > 1e-3, "the test sees a mean of the batches' scores"
 
 
-@pytest.mark.xfail(strict=True, reason="torchmetrics exchanges its state also in Handler.evaluate")
 def test_torchmetrics_on_one_rank_alone():
     def train():
         import scores

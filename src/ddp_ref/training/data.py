@@ -178,10 +178,12 @@ def _shard(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the options with which `loader` is built again, but for its data and its sampler."""
-    if type(loader).__iter__ not in (DataLoader.__iter__, Loader.__iter__):
+    kind = type(loader)
+    own_iterator = kind._get_iterator is not DataLoader._get_iterator  # as PyG's NeighborLoader
+    if own_iterator or kind.__iter__ not in (DataLoader.__iter__, Loader.__iter__):
         raise ValueError(
-            f"{type(loader).__name__} makes its batches in its own __iter__, so it cannot be "
-            "sharded: pass its data set, or an IterableDataset that yields its batches"
+            f"{kind.__name__} makes its batches in its own __iter__ or _get_iterator, so it cannot "
+            "be sharded: pass its data set, or an IterableDataset that yields its batches"
         )
     options = {name: getattr(loader, name) for name in KEPT}
     if isinstance(loader, Loader):

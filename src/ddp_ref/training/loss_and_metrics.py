@@ -1,6 +1,8 @@
 """The loss and the metrics of a batch, and their running sums over an epoch."""
 
 import copy
+import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -94,10 +96,10 @@ class LossAndMetrics:
                 'a metric cannot be named "loss", which is the loss: choose another name'
             )
         for name, metric in metrics.items():
-            if _accumulates(getattr(metric, "__self__", None)):
+            owner = getattr(inspect.unwrap(metric), "__self__", None)
+            if _accumulates(metric if isinstance(metric, type) else owner):
                 raise ValueError(
-                    f"metric {name!r} is a method of a metric object, which would count each "
-                    "sample twice: pass the object itself"
+                    f"metric {name!r} is {metric!r:.60}, a class or a method: pass a metric object"
                 )
         for part in (loss_fn, *metrics.values()):
             if isinstance(part, nn.Module):  # it may have class weights, or a metric's state
@@ -110,7 +112,13 @@ class LossAndMetrics:
 
     def count(self, batch: Any) -> int:
         """Return how many samples the means of `batch` are over."""
-        count = int(self._count(batch))
+        value = self._count(batch)
+        try:
+            count = operator.index(value)
+        except TypeError:  # a float, or a tensor with several elements
+            count = -1
+        if count < 0:
+            raise ValueError(f"count(batch) must be an integer of at least 0, not {value!r:.60}")
         if count == 0 and not self.has_count:
             raise ValueError("a batch has no samples: make the collate_fn keep at least one")
         return count
@@ -118,8 +126,11 @@ class LossAndMetrics:
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
         """Run the forward pass and return the loss, the outputs and the targets."""
         with self.autocast():
-            outputs, targets = self.forward(model, move(batch, self.device))
-            return self.loss_fn(outputs, targets), outputs, targets
+            pair = self.forward(model, move(batch, self.device))
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                kind = type(pair).__name__
+                raise ValueError(f"forward must return (outputs, targets), not a {kind}")
+            return self.loss_fn(*pair), *pair
 
     def __call__(self, model: nn.Module, batch: Any) -> Measured:
         """Run the forward pass, the loss and the metric functions."""
@@ -144,15 +155,13 @@ class LossAndMetrics:
             metric.reset()
             if hasattr(metric, "persistent"):  # torchmetrics: put the state into state_dict()
                 metric.persistent(True)
-            if hasattr(metric, "sync_on_compute"):  # torchmetrics reduces over ranks by itself
-                metric.sync_on_compute = distributed
+            if hasattr(metric, "distributed_available_fn"):  # torchmetrics reduces over ranks
+                metric.distributed_available_fn = lambda: distributed
         return RunningSums(["loss", *self.functions], self.device, objects)
 
 
 def _accumulates(metric: Any) -> bool:
     """Say whether `metric` is an object that accumulates by itself, as torchmetrics' do."""
-    if isinstance(metric, type):
-        return False
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 

@@ -1,7 +1,7 @@
 """This rank's training batches: where an epoch starts, and when it ends."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import islice
 from typing import Any
 
@@ -46,10 +46,11 @@ class TrainBatches:
         batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         #: how many samples all ranks together draw in one batch each
         self.samples_per_batch = batch_size * world_size
-        self.rewind()
+        self._stream = self._endless()
 
     def rewind(self) -> None:
-        """Read a stream from its beginning again."""
+        """Read a stream from its beginning again, and end the workers that read it so far."""
+        self._stream.close()
         self._stream = self._endless()
 
     def seek(self, state: TrainState) -> bool:
@@ -109,7 +110,7 @@ class TrainBatches:
             whole, taken = samples // size if self.loader.drop_last else -(-samples // size), 0
         return None if whole is None else -(-max(0, whole - taken) // accumulate)
 
-    def _endless(self) -> Iterator[Any]:
+    def _endless(self) -> Generator[Any, None, None]:
         """Yield the stream's batches, again from the beginning when it ends."""
         while True:
             batch = None
