@@ -52,7 +52,7 @@ class Rendezvous:
         self._master: Any = (launch.master_addr, launch.master_port)
         self._key = (*self._master, os.getpid())
         self._deadline = time.monotonic() + timeout.total_seconds()
-        self._given_up = Event()
+        self._given_up, self._step_over = Event(), Event()
 
     def run(self, stage: str, step: Callable[[], T]) -> T:
         """Run one step of the opening and return its result, or raise when the time is up.
@@ -65,6 +65,7 @@ class Rendezvous:
             step: It ends with `exchange`.
         """
         self._stage = stage
+        self._step_over.clear()
         result: Future[T] = Future()
 
         def attempt(result: Future[T]) -> None:
@@ -75,12 +76,12 @@ class Rendezvous:
             del result  # otherwise frame, exception and traceback form a cycle that holds the store
             if self._given_up.is_set() and dist.is_initialized():
                 dist.destroy_process_group()  # a peer woke up after the main thread had raised
+            self._step_over.set()
 
-        self._thread = Thread(target=attempt, args=(result,), daemon=True)
         try:
-            self._thread.start()
-            while not result.done() and time.monotonic() < self._deadline + GRACE:
-                self._thread.join(0.2)
+            Thread(target=attempt, args=(result,), daemon=True).start()
+            while not self._step_over.wait(0.2) and time.monotonic() < self._deadline + GRACE:
+                pass
             if not result.done():
                 raise self._late(self._ask_who_is_missing())
             return result.result()
@@ -97,7 +98,8 @@ class Rendezvous:
     def give_up(self) -> None:
         """Let a step that is still running leave no group behind, and disconnect."""
         self._given_up.set()
-        self._thread.join(GRACE)  # if it returns from C++ while Python exits, the process aborts
+        # If its thread returns from C++ while Python exits, the process aborts.
+        self._step_over.wait(GRACE)
         if hosts_store(self.launch):
             time.sleep(GRACE)  # the store ends with this process: let the others read what is in it
         else:
@@ -198,8 +200,10 @@ class Rendezvous:
                 use_libuv=sys.platform != "win32",  # torch's Windows builds have no libuv
             )
         except dist.DistError as error:
-            way_out = "set MASTER_PORT to a free port of rank 0's host"
-            raise self._failure(f"cannot open the store; {way_out}: {error}") from error
+            text = (
+                f"cannot open the store, set MASTER_PORT to a free port of rank 0's host: {error}"
+            )
+            raise self._failure(text) from error
 
     def _reach_master(self) -> None:
         """Wait until the master accepts connections: torch hides a wrong name in a C++ trace."""
