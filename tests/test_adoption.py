@@ -1,5 +1,8 @@
 """Real code meets Handler: any batch, exact token means, existing loaders, streams, own loops."""
 
+from collections import OrderedDict
+from dataclasses import dataclass
+
 import adoption_checks
 import pytest
 import torch
@@ -9,7 +12,7 @@ from training_job import Points, job, network
 
 from ddp_ref import Checkpoint, Handler
 from ddp_ref.training import train_state
-from ddp_ref.training.batches import default_count, inputs_of
+from ddp_ref.training.batches import default_count, detach, inputs_of, move
 from ddp_ref.training.optimizer_step import move_optimizer_state
 
 SCRIPT = "adoption_checks.py"
@@ -120,6 +123,34 @@ class Batch:
 )
 def test_how_many_samples_a_batch_has(batch, count):
     assert default_count(batch) == count
+
+
+class Output(OrderedDict):
+    """As the outputs of Hugging Face: a dict with attributes, which has no `update`."""
+
+    @property
+    def logits(self):
+        return self["logits"]
+
+    def update(self, *_):
+        raise AssertionError
+
+
+@dataclass(frozen=True)
+class Plain:
+    logits: torch.Tensor
+    name: str = "a"
+
+
+def test_outputs_keep_their_class():
+    logits = torch.ones(2, requires_grad=True)
+    output = Output()
+    output["logits"], output["parts"] = logits, [logits, "text"]
+    for value in (output, Plain(logits)):
+        detached = detach(value)
+        assert type(detached) is type(value) and not detached.logits.requires_grad
+        assert value.logits.requires_grad  # the model's own stay as they are
+        assert move(value, torch.device("cpu")).logits is logits
 
 
 def test_a_batch_without_a_length_names_the_ways_out():

@@ -1,6 +1,8 @@
 """What a batch is: how it meets the model, its device, and how many samples it has."""
 
-from collections.abc import Callable, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -78,7 +80,15 @@ def detach(value: Any) -> Any:
 
 def _map_parts(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        return {key: function(part) for key, part in value.items()}
+        # A class of its own is kept: the outputs of Hugging Face are dicts with attributes.
+        own_class = isinstance(value, MutableMapping) and type(value) is not dict
+        parts: Any = copy.copy(value) if own_class else {}
+        for key, part in value.items():
+            parts[key] = function(part)
+        return parts
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [part.name for part in dataclasses.fields(value) if part.init]
+        return dataclasses.replace(value, **{n: function(getattr(value, n)) for n in names})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(function, value))
     if isinstance(value, list | tuple):
