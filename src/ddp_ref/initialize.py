@@ -194,9 +194,8 @@ def _initialize_distributed(
     refuse_unsafe_restarts(launch)
     gpu = "" if backend == "gloo" else _gpu_id(_pick_device(launch.local_rank))
     rendezvous = Rendezvous(launch, timeout or DEFAULT_TIMEOUT)
-    report = _node(), gpu
     try:
-        reports = rendezvous.run("arrive", lambda: rendezvous.exchange(report))
+        reports = rendezvous.run("arrive", lambda: rendezvous.exchange((_node(), gpu)))
         nodes, gpus = map(list, zip(*reports, strict=True))
         device = _agree_on_device(launch, gpus, backend)
         side = rendezvous.run("open the group", lambda: _open_groups(rendezvous, device))

@@ -200,10 +200,9 @@ class Rendezvous:
                 use_libuv=sys.platform != "win32",  # torch's Windows builds have no libuv
             )
         except dist.DistError as error:
-            text = (
-                f"cannot open the store, set MASTER_PORT to a free port of rank 0's host: {error}"
-            )
-            raise self._failure(text) from error
+            raise self._failure(
+                f"cannot open the store; use a free MASTER_PORT: {error}"
+            ) from error
 
     def _reach_master(self) -> None:
         """Wait until the master accepts connections: torch hides a wrong name in a C++ trace."""

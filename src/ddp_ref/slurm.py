@@ -6,7 +6,6 @@ Standard library only.
 import re
 from collections.abc import Mapping, Sequence
 
-SLURM_NAMES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST")
 MASTER_NAMES = ("MASTER_ADDR", "MASTER_PORT")
 # Linux picks ephemeral ports from 32768 upward, so all of ours stay below. 12007 is a prime.
 FIRST_PORT, PORT_COUNT = 20_000, 12_007
@@ -53,7 +52,7 @@ def step_variables(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: If a variable is missing or is not what Slurm writes.
     """
-    all_set(environ, SLURM_NAMES, required=True)
+    all_set(environ, ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"), required=True)
     if "MASTER_ADDR" in environ:  # MASTER_PORT alone is fine: Slurm names the host
         all_set(environ, MASTER_NAMES)
     tasks = environ["SLURM_STEP_NUM_TASKS"]
