@@ -245,15 +245,19 @@ class Failing(io.FileIO):
     bad = range(0)
 
     def readinto(self, buffer):
-        self._check()
-        return super().readinto(buffer)
+        start = self.tell()
+        number = super().readinto(buffer)
+        self._check(range(start, start + number))
+        return number
 
     def readall(self):
-        self._check()
-        return super().readall()
+        start = self.tell()
+        content = super().readall()
+        self._check(range(start, start + len(content)))
+        return content
 
-    def _check(self):
-        if self.tell() in self.bad:
+    def _check(self, places):
+        if max(places.start, self.bad.start) < min(places.stop, self.bad.stop):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 

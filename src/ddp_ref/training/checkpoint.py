@@ -21,9 +21,6 @@ from ..decorators import on_rank
 from .ddp_model import unwrap_model
 
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
-MARK = b"ddp_ref crc32 "  # and the checksum, in the zip archive's comment
-NO_COMMENT = bytes(2)  # a comment length of 0, the end of an archive without a comment
-END, END_SIZE = b"PK\5\6", 22  # bytes: how the last record begins, and its size without a comment
 CHUNK = 2**23  # bytes that are read, or sent to other ranks, at a time
 WRAPPED, COMPILED = "module.", "_orig_mod."  # what DDP and torch.compile add to names
 
@@ -72,11 +69,14 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], int]:
-    """Return what `read` does, and the checksum of the file."""
+    """Return what `read` does, and a checksum of the file."""
+    checksum = 0
     with path.open("rb") as file:
-        checksum, tail = _read_through(file)  # OSError: the disk fails; the file may be intact
+        # If the disk fails, it fails here. What goes wrong after this is the file's fault.
+        while part := file.read(CHUNK):
+            checksum = zlib.crc32(part, checksum)
         try:
-            checksum = _verified(file, checksum, tail)
+            _check_archive(file)
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged headers can raise any type, also OSError
@@ -86,6 +86,13 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{path} has a {type(state).__name__}, but a checkpoint is a dict")
     return state, checksum
+
+
+def _check_archive(file: BinaryIO) -> None:
+    """Raise an exception if a part of the zip archive has changed: torch.load does not notice."""
+    with zipfile.ZipFile(file) as archive:
+        if damaged := archive.testzip():
+            raise RuntimeError(f"wrong checksum of {damaged}")
 
 
 def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
@@ -219,18 +226,13 @@ def _plain_name(name: str) -> str:
 
 
 class _Output:
-    """A file for torch.save: it adds up a checksum, and keeps the OSError of a failed write.
-
-    torch.save hides that error. It writes from front to back.
-    """
+    """A file for torch.save that keeps the OSError of a failed write, which torch.save hides."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.flush = file, file.flush
         self.error: OSError | None = None
-        self.checksum = 0
 
     def write(self, data: bytes) -> int:
-        self.checksum = zlib.crc32(data, self.checksum)
         try:
             return self.file.write(data)
         except OSError as error:
@@ -239,7 +241,7 @@ class _Output:
 
 
 def _save(state: dict[str, Any], file: BinaryIO) -> None:
-    """Write `state`, and the checksum of all its bytes into the zip archive's comment."""
+    """Write `state`, and wait until it is on the disk."""
     output = _Output(file)
     try:
         torch.save(state, output)  # type: ignore[arg-type]  # torch.save only writes and flushes
@@ -247,42 +249,8 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
         if output.error:
             raise output.error from None
         raise
-    comment = MARK + f"{output.checksum:08x}".encode()
-    file.seek(-len(NO_COMMENT), os.SEEK_END)
-    file.write(len(comment).to_bytes(2, "little") + comment)
     file.flush()
     os.fsync(file.fileno())
-
-
-def _read_through(file: BinaryIO) -> tuple[int, bytes]:
-    """Read all bytes; return the checksum of those before the place of `_save`'s end, and the end.
-
-    If the disk fails, it fails here. What goes wrong later is the file's fault.
-    """
-    size = file.seek(0, os.SEEK_END)
-    left = max(0, size - len(NO_COMMENT) - len(MARK) - 8)
-    checksum = file.seek(0)
-    while left and (data := file.read(min(CHUNK, left))):
-        checksum, left = zlib.crc32(data, checksum), left - len(data)
-    return checksum, file.read()
-
-
-def _verified(file: BinaryIO, checksum: int, tail: bytes) -> int:
-    """Return the checksum of the file, or raise RuntimeError if it has changed.
-
-    torch.load checks no checksum. A plain torch.save has checksums of its parts alone.
-    """
-    if tail[2:].startswith(MARK):
-        checksum = zlib.crc32(NO_COMMENT, checksum)
-        if tail[-8:] != f"{checksum:08x}".encode():
-            raise RuntimeError("wrong checksum")
-        return checksum
-    with zipfile.ZipFile(file) as archive:
-        if damaged := archive.testzip():
-            raise RuntimeError(f"wrong checksum of {damaged}")
-    if tail[-END_SIZE:][:4] != END:  # it had a comment
-        raise RuntimeError("its end is missing")
-    return zlib.crc32(tail, checksum)
 
 
 def _check_readable(path: Path) -> None:
