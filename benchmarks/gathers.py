@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from ddp_ref import Handler, initialize_ddp, run_ranks
-from ddp_ref.training.sharded_data import gather_rows
+from ddp_ref.training.evaluation import gather_rows
 
 ROUNDS, RANKS = 30, 2
 BATCHES, ROWS, COLUMNS = 16, 2048, 256  # of a rank; a batch is 2 MiB

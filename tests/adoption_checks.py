@@ -202,10 +202,9 @@ def check_an_existing_loader_is_rebuilt_with_a_sampler_of_the_ranks():
     in_order.set_train_loader(DataLoader(data, 4))
     drawn = [target for _, part in in_order.train_loader for target in part.tolist()]
     assert drawn == data.targets[rank() :: world_size()].tolist()
-    in_order.train_loader = in_order.train_loader  # ours already
-    again = in_order.train_loader
-    in_order.train_loader = again
-    assert in_order.train_loader is again
+    in_order.train_loader = in_order.train_loader  # ours already: its order stays
+    again = [target for _, part in in_order.train_loader for target in part.tolist()]
+    assert again == drawn
     resumed = job()
     resumed.set_train_loader(Own(data, 3, shuffle=True))
     expected.save("loader.pt")
@@ -419,7 +418,7 @@ def check_a_metric_object_must_return_one_number():
         def compute(self):
             return torch.ones(2)
 
-    with pytest.raises(ValueError, match=r"compute\(\) of metric 'two' must return one number"):
+    with pytest.raises(ValueError, match="two must be one number"):
         job(4 * world_size(), 2, metrics={"two": Two()}).train(1)
 
 

@@ -24,7 +24,7 @@ from ddp_ref.collectives import (
     reduce_sum,
     unpack_object,
 )
-from ddp_ref.training.sharded_data import gather_rows
+from ddp_ref.training.evaluation import gather_rows
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.int64]
 DTYPES += [torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn]

@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation(
         "different-data-unnoticed",
         "Ranks with data sets of different lengths train anyway.",
-        "training/sharded_data.py",
+        "training/evaluation.py",
         "if high != -low:",
         "if False:",
         "test_handler.py",

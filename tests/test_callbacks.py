@@ -97,8 +97,8 @@ def test_early_stopping(values, options, epochs, tmp_path):
     ("make", "text"),
     [
         (lambda: EarlyStopping(mode="least"), 'mode must be "min" or "max"'),
-        (lambda: EarlyStopping(patience=0), "patience must be at least 1"),
-        (lambda: EarlyStopping(min_delta=-1), "min_delta at least 0"),
+        (lambda: EarlyStopping(patience=0), "patience must be an integer of at least 1"),
+        (lambda: EarlyStopping(min_delta=-1), "min_delta must be at least 0"),
         (lambda: Checkpoint("a", keep=0), "keep must be an integer of at least 1, not 0"),
         (lambda: Checkpoint("a", every_steps=1.5), "every_steps must be"),
         (

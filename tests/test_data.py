@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from ddp_ref.training.data import eval_loader, train_loader
 from ddp_ref.training.loss_and_metrics import RunningSums
-from ddp_ref.training.samplers import ShardSampler, TrainSampler
+from ddp_ref.training.samplers import ShardSampler, TrainSampler, _rows as rows
 from ddp_ref.training.train_batches import TrainBatches
 from ddp_ref.training.train_state import TrainState
 
@@ -149,7 +149,7 @@ def has_index(data):
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True}])
 def test_rows_come_at_once_as_they_come_one_by_one(data, options):
     ours = train_loader(data, 2, rank=0, world_size=1, shuffle=False, **options)
-    assert ours.dataset.whole_rows == has_index(data) and len(ours.dataset) == len(data)
+    assert (rows(data, [0, 1]) is not None) == has_index(data) and len(ours.dataset) == len(data)
     theirs = list(DataLoader(data, 2, drop_last="drop_last" in options))
     batches = list(ours)
     assert len(batches) == len(theirs)
@@ -177,7 +177,7 @@ def test_tensors_of_another_kind_come_one_by_one():
     bits = torch.empty(2, dtype=torch.bits8)  # no torch can look up several rows in this dtype
     for tensor in (nested, named, bits, torch.eye(2).to_sparse()):
         loader = train_loader(TensorDataset(tensor), 1, rank=0, world_size=1, collate_fn=list)
-        assert not loader.dataset.whole_rows
+        assert rows(loader.dataset.dataset, [0, 1]) is None
         assert len(list(loader)) == 2
 
 

@@ -19,7 +19,7 @@ from .training import train_state
 from .training.batches import inputs_of
 from .training.callbacks import Callback, Checkpoint, ProgressBar
 from .training.checkpoint import check_finite, find, find_on_all_ranks, write
-from .training.data import check_count, eval_loader, length_or_none, train_loader
+from .training.data import check_count, check_same, eval_loader, length_or_none, train_loader
 from .training.ddp_model import move_model, unwrap_model, wrap_model
 from .training.evaluation import evaluate, evaluating, outputs_in_order
 from .training.loop import TrainLoop
@@ -28,7 +28,6 @@ from .training.optimizer_step import OptimizerStep, check_optimizer, move_optimi
 from .training.plotting import plot
 from .training.run_folder import RunFolder
 from .training.samplers import TrainSampler
-from .training.sharded_data import check_same
 from .training.train_batches import TrainBatches
 
 logger = logging.getLogger(__name__)
@@ -246,7 +245,7 @@ class Handler:
 
     def stop(self) -> None:
         """Ask all ranks to stop after the next summary; one rank is enough (not collective)."""
-        self.loop.rank_sync.flags.stop = True
+        self.loop.rank_sync.stop = True
 
     def validate(self) -> dict[str, float]:
         """Return the mean loss ("loss") and metrics over the validation set, on every rank."""
@@ -334,7 +333,7 @@ class Handler:
         if checkpoint is None:
             self.log(f"no checkpoint in {path}: starting from scratch")
             return
-        train_state.restore(self, *checkpoint)
+        train_state.restore(self, *checkpoint[:2])
         if self.train_batches:
             self.train_batches.rewind()
         self.log(f"{checkpoint[0]}: epoch {self.epoch}, step {self.step}")
@@ -462,7 +461,7 @@ class Handler:
 
     def _check_same(self, **lengths: int | None) -> None:
         if self.info.distributed:
-            check_same(self.device, **lengths)
+            check_same(**lengths)
 
     def _on_rank_0(self, work: Callable[[], R]) -> R | None:
         return on_rank(0)(work)() if self.info.distributed else work()

@@ -61,11 +61,9 @@ class EarlyStopping(Callback):
         mode: str = "min",
     ) -> None:
         _check_mode(mode)
-        if patience < 1 or not min_delta >= 0:
-            raise ValueError(
-                "patience must be at least 1 and min_delta at least 0, "
-                f"not {patience!r} and {min_delta!r}"
-            )
+        check_count("patience", patience)
+        if not min_delta >= 0:
+            raise ValueError(f"min_delta must be at least 0, not {min_delta!r}")
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
 
     def on_train_start(self) -> None:
@@ -173,25 +171,20 @@ class Checkpoint(Callback):
 
 
 class ProgressBar(Callback):
-    """Show a progress bar per epoch on standard error; without tqdm, warn once and show nothing."""
+    """Show a progress bar per epoch on standard error; without tqdm, a warning."""
 
-    _tqdm: Any = None
     _bar: Any = None
-
-    def on_train_start(self) -> None:
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
-        else:
-            self._tqdm = tqdm
 
     def on_epoch_start(self) -> None:
         handler = self.handler
         self.on_epoch_end()
-        if self._tqdm:
-            what = f"epoch {handler.epoch + 1}"
-            self._bar = self._tqdm(total=handler.steps_left, desc=what, file=sys.stderr)
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
+            return
+        what = f"epoch {handler.epoch + 1}"
+        self._bar = tqdm(total=handler.steps_left, desc=what, file=sys.stderr)
 
     def on_step_end(self) -> None:
         if self._bar is not None:  # a bar without a length is falsy

@@ -95,25 +95,20 @@ def _check_archive(file: BinaryIO) -> None:
             raise RuntimeError(f"wrong checksum of {damaged}")
 
 
-def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
+def find(path: str | Path) -> tuple[Path, dict[str, Any], int] | None:
     """Load the file `path`, or the newest intact checkpoint in the folder `path`.
 
     If `path` does not exist, it counts as a file if it ends in .pt, .pth or .ckpt. There is a
     warning for each damaged file that is passed over.
 
     Returns:
-        The checkpoint's path and its state; None if the folder has no checkpoint.
+        The checkpoint's path, state and checksum; None if the folder has no checkpoint.
 
     Raises:
         DamagedCheckpoint: If the file, or every checkpoint in the folder, is damaged.
         OSError: If the disk fails. The file may be intact, so no older one is loaded instead.
     """
-    newest = _newest(Path(path))
-    return newest and newest[:2]
-
-
-def _newest(path: Path) -> tuple[Path, dict[str, Any], int] | None:
-    """Return what `find` does, and the file's checksum."""
+    path = Path(path)
     if path.is_file() or (path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir()):
         return path, *_read(path)
     paths = numbered(path)
@@ -136,26 +131,20 @@ def find_on_all_ranks(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     Each rank reads the file that rank 0 chooses, if it sees the same one. If some do not, as on a
     node with a disk of its own, rank 0 sends the file's bytes, part by part.
     """
-    mine: list[Any] = [None, None]  # state and checksum; on_rank would pickle what it returns
-
-    def choose() -> tuple[Path, int] | None:
-        newest = _newest(Path(path))
-        mine[:] = newest[1:] if newest else mine
-        return newest and (newest[0], newest[2])
-
-    chosen = on_rank(0, broadcast=True)(choose)()
-    if chosen is None:
+    newest = on_rank(0)(find)(path)  # None on the other ranks
+    file, checksum = broadcast_object((newest[0], newest[2]) if newest else (None, None))
+    if file is None:
         return None
-    file, checksum = chosen
-    if mine[1] is None:
+    state, own = newest[1:] if newest else ({}, None)
+    if newest is None:
         with suppress(OSError, DamagedCheckpoint):
-            mine[:] = _read(file)
-    missing = float(mine[1] != checksum)
-    if reduce_sum({"missing": missing})["missing"]:
-        content = _broadcast_bytes(file, keep=bool(missing))
+            state, own = _read(file)
+    missing = own != checksum
+    if reduce_sum({"missing": float(missing)})["missing"]:
+        content = _broadcast_bytes(file, keep=missing)
         if missing:
-            mine[0] = torch.load(content, map_location="cpu", weights_only=True)
-    return file, mine[0]
+            state = torch.load(content, map_location="cpu", weights_only=True)
+    return file, state
 
 
 def _broadcast_bytes(file: Path, keep: bool) -> io.BytesIO:
@@ -206,18 +195,16 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def check_finite(model: nn.Module) -> None:
     """Raise FloatingPointError if a weight is not finite: training cannot recover from that."""
-    saved = model.state_dict().keys()
-    for name, parameter in model.named_parameters():
-        # The sum is one number to check. The sum of finite weights can overflow, hence the rest.
-        if not torch.isfinite(parameter.sum()) and not torch.isfinite(parameter).all():
+    buffers = dict(model.named_buffers())
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            continue  # a module's extra state
+        # A buffer may be infinite on purpose, as a mask is.
+        wrong = torch.isnan(value) if name in buffers else ~torch.isfinite(value)
+        if wrong.any():
             raise FloatingPointError(
-                f"{name} is not finite, so nothing is saved: load an earlier one"
-            )
-    for name, buffer in model.named_buffers():
-        # An infinite value may be intended, as in a mask.
-        if name in saved and torch.isnan(buffer).any():
-            raise FloatingPointError(
-                f"{name} is not a number, so nothing is saved: load an earlier one"
+                f"{name} is not finite, so this model is not worth saving: load an earlier "
+                "checkpoint, with a lower learning rate or with clip_norm"
             )
 
 

@@ -11,9 +11,9 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
-    default_collate,
 )
 
+from ..collectives import exchange_objects
 from .loader_workers import Loader
 from .samplers import SeededDataset, ShardSampler, TrainSampler
 
@@ -60,9 +60,6 @@ def train_loader(
     dataset = _data_of(data)
     if isinstance(data, DataLoader):
         sampler = data.sampler
-        if isinstance(sampler, TrainSampler) and batch_size is None and not loader:
-            _check_sampler("sampler", sampler, rank, world_size)
-            return data
         loader = _options_of(data) | loader
         batch_size = batch_size or data.batch_size
         if data.batch_sampler is not None and data.batch_size is None:
@@ -164,6 +161,17 @@ def length_or_none(data: Any) -> int | None:
         return None
 
 
+def check_same(**numbers: int | None) -> None:
+    """Raise ValueError, on all ranks, unless all ranks pass the same `numbers` (collective)."""
+    every = exchange_objects(numbers)
+    for what, number in numbers.items():
+        if len(passed := {str(other[what]) for other in every}) > 1:
+            raise ValueError(
+                f"all ranks must have the same data, but this one has {number} {what}, and they "
+                f"have {' or '.join(sorted(passed))}: seed what draws it, wait for what writes it"
+            )
+
+
 def check_count(name: str, value: object) -> None:
     """Raise ValueError unless `value` is an integer of at least 1."""
     if type(value) is not int or value < 1:
@@ -179,19 +187,15 @@ def _shard(rank: int | None, world_size: int | None) -> tuple[int, int]:
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return the options with which `loader` is built again, but for its data and its sampler."""
     kind = type(loader)
-    own_iterator = kind._get_iterator is not DataLoader._get_iterator  # as PyG's NeighborLoader
-    if own_iterator or kind.__iter__ not in (DataLoader.__iter__, Loader.__iter__):
+    usual = kind._get_iterator in (DataLoader._get_iterator, Loader._get_iterator)
+    if not usual or kind.__iter__ is not DataLoader.__iter__:  # PyG's NeighborLoader, for one
         raise ValueError(
             f"{kind.__name__} makes its batches in its own __iter__ or _get_iterator, so it cannot "
             "be sharded: pass its data set, or an IterableDataset that yields its batches"
         )
     options = {name: getattr(loader, name) for name in KEPT}
-    if isinstance(loader, Loader):
-        options["worker_init_fn"] = loader.own_init_fn
     if isinstance(loader.dataset, SeededDataset):
         options["collate_fn"] = loader.dataset.collate_fn
-    if options["collate_fn"] is default_collate:
-        options["collate_fn"] = None
     return options
 
 

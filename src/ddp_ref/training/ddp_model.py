@@ -46,13 +46,9 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
 
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    wraps = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+    inner = getattr(model, wraps, None)
+    return unwrap_model(inner) if isinstance(inner, nn.Module) else model
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
@@ -62,7 +58,7 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Any
     return model.no_sync()
 
 
-def warm_up_ddp_buckets(model: nn.Module, loss: Callable[[], Tensor], device: torch.device) -> None:
+def warm_up_ddp_buckets(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     """Run one forward and backward pass so that a new DDP builds its final buckets; undo the rest.
 
     DDP rebuilds its buckets after the first backward pass. On three ranks or more the buckets
@@ -71,6 +67,7 @@ def warm_up_ddp_buckets(model: nn.Module, loss: Callable[[], Tensor], device: to
     """
     if not isinstance(model, DistributedDataParallel):
         return
+    device = next(model.parameters()).device
     rng_state, buffers = generator_state(device), copied_buffers(model)
     loss().backward()
     model.zero_grad()

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -11,13 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..collectives import gather_objects, reduce_sum
+from ..collectives import exchange_objects, gather_objects, move_tensor, reduce_sum
 from .batches import CPU, move
 from .loss_and_metrics import LossAndMetrics
 from .rank_sync import all_means
-from .sharded_data import gather_rows
-
-LEFT_OUT: Any = object()  # a part of the outputs without a batch dimension, such as a loss
 
 
 @contextmanager
@@ -82,7 +78,13 @@ def outputs_in_order(
             _check_count(len(outputs), samples)
             tensors.append(outputs.cpu())
         else:
-            entries += _entries(outputs, samples)
+            rows = _split(outputs, samples)
+            if rows is None:
+                raise TypeError(
+                    "outputs must be tensors with one row per item, a tuple or dict of them, or a "
+                    f"list, not {type(outputs).__name__}"
+                )
+            entries += rows
     # A rank without items cannot tell which kind of output the other ranks have.
     counts: dict[str, float] = {"tensors": len(tensors), "lists": len(entries)}
     if distributed:
@@ -96,22 +98,11 @@ def outputs_in_order(
     if not counts["lists"]:
         return gather_rows(tensors)
     lists = gather_objects(entries)
-    return None if lists is None else _interleave_lists(lists)
+    return None if lists is None else _interleave(lists)
 
 
-def _entries(outputs: Any, samples: int) -> list[Any]:
-    """Split a batch's outputs into one entry per sample, on the CPU."""
-    entries = _split(outputs, samples)
-    if entries is LEFT_OUT:
-        raise TypeError(
-            "outputs must be tensors with one row per item, a tuple or dict of them, or a list, "
-            f"not {type(outputs).__name__}"
-        )
-    return entries
-
-
-def _split(outputs: Any, samples: int) -> Any:
-    """Return one entry per sample, or LEFT_OUT for a part without a batch dimension.
+def _split(outputs: Any, samples: int) -> list[Any] | None:
+    """Return one entry per sample on the CPU; None without a batch dimension, as for a loss.
 
     A list has one entry per sample already. The parts of a tuple, a dict or a dataclass are split
     one by one: each entry is then a tuple or a dict with that sample's rows.
@@ -123,16 +114,16 @@ def _split(outputs: Any, samples: int) -> Any:
     elif isinstance(outputs, list):
         entries = move(outputs, CPU)
     elif isinstance(outputs, Mapping):
-        parts = {name: _split(part, samples) for name, part in outputs.items()}
-        parts = {name: part for name, part in parts.items() if part is not LEFT_OUT}
+        every = {name: _split(part, samples) for name, part in outputs.items()}
+        parts = {name: rows for name, rows in every.items() if rows is not None}
         entries = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
     elif isinstance(outputs, tuple):
-        rows = [part for o in outputs if (part := _split(o, samples)) is not LEFT_OUT]
+        rows = [part for output in outputs if (part := _split(output, samples)) is not None]
         entries = list(zip(*rows, strict=True))
     else:
-        return LEFT_OUT
+        return None
     if not entries and not isinstance(outputs, list):
-        return LEFT_OUT  # no part has a batch dimension
+        return None  # no part has a batch dimension
     _check_count(len(entries), samples)
     return entries
 
@@ -146,8 +137,41 @@ def _check_count(outputs: int, samples: int) -> None:
         )
 
 
-def _interleave_lists(parts: Sequence[Sequence[Any]]) -> list[Any]:
+def _interleave(parts: list[list[Any]]) -> list[Any]:
     """Return all ranks' items in data-set order: rank r has items r, r + world_size and so on."""
-    nothing = object()
-    rows = chain.from_iterable(zip_longest(*parts, fillvalue=nothing))
-    return [item for item in rows if item is not nothing]
+    whole = [None] * sum(map(len, parts))
+    for rank, part in enumerate(parts):
+        whole[rank :: len(parts)] = part
+    return whole
+
+
+def gather_rows(pieces: Sequence[Tensor]) -> Tensor | None:
+    """Return the rows of all ranks, interleaved, on rank 0, and None elsewhere (collective).
+
+    Rank 0 receives one rank's rows after another's.
+
+    Args:
+        pieces: This rank's rows in order, in tensors of shape (rows, ...) on the CPU. In the
+            result they are the rows rank, rank + world_size, rank + 2 * world_size and so on.
+
+    Returns:
+        One tensor of shape (all rows, ...) on rank 0.
+
+    Raises:
+        ValueError: If rows differ in shape or dtype; on all ranks alike.
+    """
+    own = [piece.detach().resolve_conj().resolve_neg() for piece in pieces]
+    passed = {(piece.shape[1:], piece.dtype) for piece in own}
+    every = exchange_objects((passed, sum(map(len, own))))
+    kinds = {kind for kinds, _ in every for kind in kinds}
+    if len(kinds) > 1:
+        raise ValueError(f"rows must have one shape and dtype, not {kinds}: pad or convert them")
+    shape, dtype = kinds.pop() if kinds else ((), torch.get_default_dtype())
+    rows = torch.cat(own).contiguous() if own else None
+    is_first = len(every) == 1 or dist.get_rank() == 0
+    whole = torch.empty(sum(n for _, n in every), *shape, dtype=dtype) if is_first else None
+    for src, (_, number) in enumerate(every):
+        part = move_tensor(rows, ((number, *shape), dtype) if number else None, src)
+        if whole is not None and part is not None:
+            whole[src :: len(every)] = part
+    return whole

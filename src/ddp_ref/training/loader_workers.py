@@ -1,15 +1,13 @@
 """A DataLoader whose worker processes leave signals to their rank, and exit with it."""
 
 import ctypes
-import multiprocessing.util
-import os
 import signal
 import sys
 import threading
-import weakref
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize, is_exiting
 from typing import Any
 
 import torch
@@ -22,19 +20,21 @@ class Loader(DataLoader[Any]):
     """A DataLoader that draws nothing from the global generator."""
 
     def __init__(self, dataset: Dataset[Any], **options: Any) -> None:
-        self.own_init_fn = options.get("worker_init_fn")  # what the user passed
         self.has_own_generator = options.get("generator") is not None
         if options.get("num_workers"):
             from_main = threading.current_thread() is threading.main_thread()
-            options["worker_init_fn"] = partial(_start_worker, self.own_init_fn, from_main)
+            options["worker_init_fn"] = partial(
+                _start_worker, options.get("worker_init_fn"), from_main
+            )
         if not self.has_own_generator:
             options["generator"] = torch.Generator()  # for the seeds of the workers
         super().__init__(dataset, **options)
 
-    def __iter__(self) -> Any:
-        batches = super().__iter__()
+    def _get_iterator(self) -> Any:
+        batches: Any = super()._get_iterator()
         if self.num_workers:
-            _workers_of(os.getpid()).update(getattr(batches, "_workers", ()))
+            # They ignore SIGTERM, so at exit multiprocessing would join them without a timeout.
+            Finalize(batches, _kill, (batches._workers,), exitpriority=0)
         return batches
 
 
@@ -51,21 +51,9 @@ def _start_worker(then: Callable[[int], None] | None, from_main: bool, worker_id
         then(worker_id)
 
 
-@cache
-def _workers_of(pid: int) -> "weakref.WeakSet[BaseProcess]":
-    """Return the workers of this process, whose id is `pid`: a forked process has its own.
-
-    When the process ends, they are killed: multiprocessing would join them without a timeout.
-    """
-    workers: weakref.WeakSet[BaseProcess] = weakref.WeakSet()
-    multiprocessing.util.Finalize(None, _kill, (workers,), exitpriority=0)
-    return workers
-
-
-def _kill(workers: "weakref.WeakSet[BaseProcess]") -> None:
-    left = [worker for worker in workers if worker.is_alive()]
-    if left:
-        # torch's handler raises if a worker is killed.
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    if is_exiting():  # torch still watches these workers, and would raise an error
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for worker in left:
-        worker.kill()
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()

@@ -3,9 +3,7 @@
 import warnings
 from typing import Any
 
-import torch
-
-from .checkpoint import NAME
+from .checkpoint import NAME, check_finite
 from .ddp_model import copied_buffers, gradient_sync, restore_buffers, warm_up_ddp_buckets
 from .rank_sync import GlobalSummary, RankSync, WindowCount, caught_signals
 
@@ -27,13 +25,13 @@ class TrainLoop:
         self.optimizer_step = handler.optimizer_step
         self.rank_sync = RankSync(handler.device, handler.info.distributed)
         self.stopping = False
-        self._trainable = self._requires_grad()
+        self._trainable = [parameter.requires_grad for parameter in self.model.parameters()]
 
     def train(self, epochs: int) -> None:
         """Train until `epochs` epochs have ended in total."""
         self.stopping = False
         self.rank_sync.reset()
-        with caught_signals(self.rank_sync.flags.signals):
+        with caught_signals(self.rank_sync.signals):
             self._call("on_train_start")
             self._sync()
             self._step_epoch_scheduler()  # the checkpoint was written before it stepped
@@ -94,7 +92,7 @@ class TrainLoop:
     def _end_epoch(self) -> None:
         state, handler = self.state, self.handler
         if not self.optimizer_step.skip_nonfinite:
-            self._check_weights()
+            check_finite(self.model)
         state.running = state.running | state.sums.compute()
         values = {f"train_{name}": value for name, value in state.running.items()}
         if handler.val_loader is not None:
@@ -160,18 +158,12 @@ class TrainLoop:
     def _warm_up_once(self, batch: Any) -> None:
         if not self.state.warmed_up:
             self.state.warmed_up = True
-            warm_up_ddp_buckets(
-                self.model,
-                lambda: self.loss_and_metrics.loss(self.model, batch)[0],
-                self.handler.device,
-            )
-
-    def _requires_grad(self) -> list[bool]:
-        return [parameter.requires_grad for parameter in self.model.parameters()]
+            measure = self.loss_and_metrics
+            warm_up_ddp_buckets(self.model, lambda: measure.loss(self.model, batch)[0])
 
     def _check_requires_grad(self) -> None:
         """Warn if parameters were frozen or unfrozen after DDP had registered its hooks."""
-        now = self._requires_grad()
+        now = [parameter.requires_grad for parameter in self.model.parameters()]
         if self.handler.info.distributed and now != self._trainable:
             warnings.warn(
                 "requires_grad has changed since DDP wrapped the model, and DDP does not notice "
@@ -179,11 +171,3 @@ class TrainLoop:
                 stacklevel=2,
             )
         self._trainable = now
-
-    def _check_weights(self) -> None:
-        """Raise FloatingPointError if a weight is not finite, though no loss has shown it yet."""
-        if not all(torch.isfinite(part).all() for part in self.model.parameters()):
-            epoch = self.state.epoch + 1
-            raise FloatingPointError(
-                f"the weights are not finite at the end of epoch {epoch}: {NONFINITE}"
-            )

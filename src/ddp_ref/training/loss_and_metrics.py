@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .batches import default_count, default_forward, detach, move
+from .batches import CPU, default_count, default_forward, detach, move
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 Count = Callable[[Any], int | Tensor]
@@ -50,7 +50,7 @@ class RunningSums:
 
     def compute(self) -> dict[str, float]:
         """Return the value of each metric object (collective if they reduce over ranks)."""
-        return {name: _number(name, metric.compute()) for name, metric in self.objects.items()}
+        return {n: _float64_copy(n, m.compute(), CPU).item() for n, m in self.objects.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that was added, for a checkpoint."""
@@ -140,9 +140,8 @@ class LossAndMetrics:
             with self.autocast(), torch.no_grad():
                 for name, metric in self.functions.items():
                     values.append(_float64_copy(name, metric(outputs, targets), self.device))
-        if not self.objects:
-            return Measured(loss, values, None, None)
-        return Measured(loss, values, detach(outputs), targets)
+        kept = (detach(outputs), targets) if self.objects else (None, None)
+        return Measured(loss, values, *kept)
 
     def new_sums(self, distributed: bool) -> RunningSums:
         """Return empty sums, with copies of the metric objects.
@@ -175,14 +174,6 @@ def _float64_copy(name: str, value: Any, device: torch.device) -> Tensor:
         return number.reshape(()) if number.dim() else number
     except (TypeError, RuntimeError, ValueError) as error:
         what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name} must be one number, a mean over samples, not {what}") from error
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, RuntimeError, ValueError) as error:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
         raise ValueError(
-            f"compute() of metric {name!r} must return one number, not {what}"
+            f"{name} must be one number, such as a mean over samples, not {what}"
         ) from error

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,30 +29,26 @@ class GlobalSummary:
     signalled: bool
 
 
-@dataclass
-class LocalFlags:
-    """What this rank reports in the next summary."""
-
-    stop: bool = False
-    signals: list[int] = field(default_factory=list)
-
-
 class RankSync:
     """Share the sums and flags of all ranks: `start` a summary, `finish` it later."""
 
+    stop: bool  #: whether this rank asks all ranks to stop
+    signals: list[int]  #: which signals this rank has received
+
     def __init__(self, device: torch.device, distributed: bool) -> None:
-        self.device, self.distributed, self.flags = device, distributed, LocalFlags()
-        self._pending: Callable[[], GlobalSummary] | None = None
+        self.device, self.distributed = device, distributed
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.reset()
 
     def reset(self) -> None:
         """Drop flags and a pending summary that an exception may have left behind."""
-        self.flags, self._pending = LocalFlags(), None
+        self.stop, self.signals = False, []
+        self._pending: Callable[[], GlobalSummary] | None = None
 
     def start(self, sums: RunningSums) -> None:
         """Start to share this rank's sums and flags; waits for nobody (collective)."""
-        numbers = [sums.count, self.flags.stop, bool(self.flags.signals)]
-        self.flags.stop = False
+        numbers = [sums.count, self.stop, bool(self.signals)]
+        self.stop = False
         head = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
         own = torch.cat([head, torch.stack(sums.totals)])
         ranks, work = [own], None

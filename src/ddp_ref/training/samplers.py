@@ -52,7 +52,10 @@ class TrainSampler(Sampler[tuple[int, int]]):
         return -self.size % self.num_replicas
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        order = self._order()
+        order = list(range(self.size))
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.size, generator=generator).tolist()
         left = order[self.samples_seen :]
         padding = -len(left) % self.num_replicas
         left += (order * -(-padding // self.size))[:padding]
@@ -60,12 +63,6 @@ class TrainSampler(Sampler[tuple[int, int]]):
 
     def __len__(self) -> int:
         return -(-max(0, self.size - self.samples_seen) // self.num_replicas)
-
-    def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.size))
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return torch.randperm(self.size, generator=generator).tolist()
 
 
 class SeededDataset(Dataset[Any]):
@@ -86,18 +83,17 @@ class SeededDataset(Dataset[Any]):
         self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[list[Any]], Any] | None
     ) -> None:
         self.dataset, self.seed, self.collate_fn = dataset, seed, collate_fn or default_collate
-        self.whole_rows = collate_fn is None and _has_rows(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # train_loader checked that it has one
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
         indices = [index for _, index in keys]
-        if self.whole_rows:
-            return _rows(self.dataset, indices)
-        look_up = None if type(self.dataset) is Subset else _own_getitems(self.dataset)
+        if self.collate_fn is default_collate and (rows := _rows(self.dataset, indices)):
+            return rows
+        look_up = getattr(self.dataset, "__getitems__", None)
         with borrowed_generators():
-            if look_up is None:
+            if look_up is None or type(self.dataset) is Subset:
                 return self.collate_fn([self._sample(epoch, index) for epoch, index in keys])
             seed_host(self.seed, *keys[0])
             return self.collate_fn(look_up(indices))
@@ -107,33 +103,19 @@ class SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
 
-def _own_getitems(dataset: Any) -> Callable[[list[int]], list[Any]] | None:
-    return getattr(dataset, "__getitems__", None)
+def _rows(dataset: Any, indices: list[int]) -> list[Tensor] | None:
+    """Return what default_collate makes of these items, or None if they are looked up one by one.
 
-
-def _has_rows(dataset: Any) -> bool:
-    """Say whether `_rows` works; a subclass may look its items up in its own way."""
+    Only a TensorDataset, or a Subset of one, has rows; a subclass may look them up in its own way.
+    """
     while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return type(dataset) is TensorDataset and all(map(_is_plain, dataset.tensors))
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Say whether indexing many rows of `tensor` gives the same as stacking them one by one."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    try:
-        tensor[torch.zeros(len(tensor[:1]), dtype=torch.long)]
-    except NotImplementedError:  # some dtypes, such as uint16 in torch 2.8
-        return False
-    return True
-
-
-def _rows(dataset: Any, indices: list[int]) -> list[Tensor]:
-    """Return what default_collate makes of these items of a TensorDataset, or a Subset of one."""
-    while isinstance(dataset, Subset):
         indices = [int(dataset.indices[index]) for index in indices]
         dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or any(type(t) is not Tensor for t in dataset.tensors):
+        return None
     rows = torch.tensor(indices)
-    # Indexing may keep the memory layout of a permuted tensor; stacking rows would not.
-    return [tensor[rows].contiguous() for tensor in dataset.tensors]
+    try:
+        # Indexing may keep the memory layout of a permuted tensor; stacking rows would not.
+        return [tensor[rows].contiguous() for tensor in dataset.tensors]
+    except NotImplementedError:  # for some layouts, and some dtypes, such as uint16 in torch 2.8
+        return None

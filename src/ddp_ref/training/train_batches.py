@@ -74,12 +74,10 @@ class TrainBatches:
         if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
             seed = seed_from(self.handler.seed, state.epoch, self.handler.rank)
             self.loader.generator.manual_seed(seed)
-        loader: Any = self.loader
-        outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        samplers: list[Any] = [outer, getattr(outer, "sampler", None)]
-        for sampler in samplers:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(state.epoch)
+        outer = self.loader.batch_sampler
+        for sampler in (self.loader.sampler, outer, getattr(outer, "sampler", None)):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(state.epoch)
         if state.samples_seen:
             warnings.warn(
                 f"epoch {state.epoch + 1} starts again, because only Handler's own sampler can "
@@ -100,15 +98,15 @@ class TrainBatches:
 
     def steps_left(self, samples_seen: int) -> int | None:
         """Return how many steps of the epoch are left; None if the data has no length."""
-        taken, accumulate = samples_seen // self.samples_per_batch, self.handler.accumulate
-        whole = length_or_none(self.loader)
+        accumulate = self.handler.accumulate
+        batches = length_or_none(self.loader)  # with a TrainSampler, those after its start
         if self.steps_per_epoch is not None:
-            whole = self.steps_per_epoch * accumulate
-        if self._sampler:
-            size = self.loader.batch_size or 1
-            samples = -(-max(0, self._sampler.size - samples_seen) // self._sampler.num_replicas)
-            whole, taken = samples // size if self.loader.drop_last else -(-samples // size), 0
-        return None if whole is None else -(-max(0, whole - taken) // accumulate)
+            batches = self.steps_per_epoch * accumulate
+        if batches is None:
+            return None
+        start = self._sampler.samples_seen if self._sampler else 0
+        taken = (samples_seen - start) // self.samples_per_batch
+        return -(-max(0, batches - taken) // accumulate)
 
     def _endless(self) -> Generator[Any, None, None]:
         """Yield the stream's batches, again from the beginning when it ends."""

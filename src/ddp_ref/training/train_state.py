@@ -15,7 +15,6 @@ from .checkpoint import load_weights, weights
 from .loss_and_metrics import RunningSums
 
 SAVED = ("epoch", "step", "samples_seen", "history", "data", "due_loss")
-STATEFUL = {"optimizer", "scheduler", "scaler"}
 
 
 @dataclass
@@ -98,7 +97,7 @@ def capture(handler: Any) -> dict[str, Any] | None:
 def restore(handler: Any, path: Path, saved: Mapping[str, Any]) -> None:
     """Continue the run whose `capture` was saved in `path`, also at another world size."""
     state, parts = handler.state, handler.optimizer_step.parts()
-    _check_fits(path, saved, set(parts), _identity(handler))
+    _check_fits(path, saved, _identity(handler))
     load_weights(handler.model, saved["model"])
     for name, part in parts.items():
         part.load_state_dict(saved[name])
@@ -116,15 +115,12 @@ def restore(handler: Any, path: Path, saved: Mapping[str, Any]) -> None:
         state.sums.add_state(past["sums"], with_objects=same_world)
 
 
-def _check_fits(
-    path: Path, saved: Mapping[str, Any], parts: set[str], own: Mapping[str, Any]
-) -> None:
-    """Raise ValueError unless a Handler with these `parts` and settings can load `saved`."""
-    known = STATEFUL & saved.keys()
-    if not saved.keys() >= {"ranks", *SAVED} or known != parts:
+def _check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a Handler with these settings can load `saved`."""
+    if missing := [name for name in ("ranks", *SAVED, *own) if name not in saved]:
         raise ValueError(
-            f"{path} has the state of {', '.join(sorted(known)) or 'no optimizer'}, but this "
-            f"Handler has {', '.join(sorted(parts))}: create it as the run that saved did"
+            f"{path} has no {missing[0]!r}, so this version of Handler.save did not write it: load "
+            "its weights with torch.load and model.load_state_dict"
         )
     for name, value in own.items():
         if saved[name] != value:
@@ -140,4 +136,5 @@ def _identity(handler: Any) -> dict[str, Any]:
         "seed": handler.seed,
         "metrics": list(handler.metrics),
         "optimizer_type": type(handler.optimizer).__name__,
+        "parts": sorted(handler.optimizer_step.parts()),
     }
