@@ -1,4 +1,7 @@
-"""Train on nodes:  srun --nodes=2 --ntasks-per-node=2 python scripts/multinode_slurm.py"""
+"""Train on several nodes under Slurm, with one rank per task.
+
+srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit=1 python scripts/multinode_slurm.py
+"""
 
 import os
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import torch.multiprocessing as mp
 from torch import nn
@@ -38,10 +39,10 @@ def train(rank, config):
 
 
 def train_spawned(rank, config):
-    """As `train`; each rank tells of its end, as mp.spawn shows one alone, maybe a peer's."""
+    """Run `train`, and print this rank's error: mp.spawn shows only one, maybe a peer's."""
     try:
         train(rank, config)
-    except KeyboardInterrupt:  # which mp.spawn takes for a good end
+    except KeyboardInterrupt:  # mp.spawn would count it as success
         sys.exit(f"error: rank {rank} was interrupted")
     except Exception as error:
         sys.stderr.write(f"error: rank {rank}: {type(error).__name__}: {error}\n")
@@ -80,14 +81,17 @@ def main():
     parser.add_argument("--config", required=True, help="a YAML file, scripts/configs/digits.yaml")
     parser.add_argument("--nproc", type=int, help="processes to start here, else the launcher's")
     parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], help="KEY=VALUE: training.batch_size=64"
+        "--set", nargs="+", action="extend", default=[], help="settings, each KEY=VALUE"
     )
     args = parser.parse_args()
-    allow = "torch", "datautils", "__main__"  # what the file may name
     try:
-        config = load_config(args.config, allow, overrides=args.set)
+        config = load_config(args.config, ("torch", "datautils", "__main__"), overrides=args.set)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
+    if (folder := config["training"]["path"]) and detect_launch().rank == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        text = Path(args.config).read_text() + f"# --set {' '.join(args.set)}\n"
+        (Path(folder) / "config.yaml").write_text(text)  # what was run, beside its results
     if args.nproc is None:
         train(detect_launch().rank, config)
     else:

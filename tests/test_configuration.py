@@ -11,7 +11,6 @@ from torch import nn
 
 import ddp_ref
 from ddp_ref import get_loader, load_config
-from ddp_ref.config.loader import dump_config
 
 LEAST = """
 data: {type: !pyobject training_job.Points, args: [9]}
@@ -219,12 +218,13 @@ def test_overrides(tmp_path):
         (("batch_size: 3", "batch_size: 0"), r"training\.batch_size must .* from 1 to .*, not 0"),
         (("  batch_size: 3\n", ""), r"training\.batch_size is missing, it must be an integer"),
         (("batch_size", "batchsize"), "'batchsize', did you mean batch_size. Allowed are .*num_ep"),
-        (("torch.optim.SGD", "torch.nn.Linear"), r"optimizer_type must be an optimizer"),
+        (("!pyobject torch.optim.SGD", "SGD"), r"optimizer_type must be a class .*, not 'SGD'"),
         (("type: !pyobject torch.nn.Linear", "type: GNNModel"), r"model\.type must .* 'GNNModel'"),
         (("args: [4, 2]", "args: 4"), r"model\.args must be a list, not 4"),
         (("training:", "parallel: 3\ntraining:"), "parallel must be a mapping of world_size, rank"),
         (("training:", "metrics: [1]\ntraining:"), "metrics must be a mapping of names"),
-        (("training:", "training:\n  device: tpux"), r"training\.device must be a device"),
+        (("training:", "training:\n  device: 0"), r"training\.device must be a device"),
+        (("training:", "parallel: {output_device: 0}\ntraining:"), "must be null, each rank com"),
         (("training:", "training:\n  clip_norm: -1"), r"clip_norm must be a number above 0, or nu"),
         (("training:", "training:\n  precision: fp8"), "must be fp32 or bf16 or fp16, not 'fp8'"),
         (("training:", "training:\n  prefetch_factor: 2"), "prefetch_factor needs num_workers"),
@@ -289,18 +289,10 @@ def test_aliases_do_not_blow_up(tmp_path):
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ValueError, match=r"config\.yaml: .*codec can't decode"):
+    with pytest.raises(ValueError, match=r"config\.yaml: .*unacceptable character"):
         load_config(tmp_path / "config.yaml")
     with pytest.raises(FileNotFoundError, match=r"there is no configuration .*none.yaml in /"):
         load_config(tmp_path / "none.yaml")
-
-
-def test_what_is_written_is_read(tmp_path):
-    config = read(LEAST, tmp_path, overrides=["training.optimizer_kwargs.lr=1e-7"])
-    config["model"]["kwargs"] = {"dtype": torch.float64}
-    config["training"]["path"] = "5e10"  # a text, as a revision may be
-    dump_config(config, tmp_path / "new" / "b.yaml")
-    assert load_config(tmp_path / "new" / "b.yaml", ALLOW) == config
 
 
 def test_without_pyyaml_the_error_says_what_to_install(monkeypatch):

@@ -191,7 +191,8 @@ BUDGETS = {  # lines of code, a tenth above the design's; docstrings and comment
     "workers": (["workers/*.py"], 385),
     "doctor": (["doctor.py"], 198),
     "handler": (["handler.py"], 270),
-    "training": (["training/*.py"], 1550),
+    "training": (["training/*.py"], 1540),
+    "config": (["config/*.py"], 440),
 }
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),

@@ -55,11 +55,16 @@ def test_the_commands_print_what_the_page_shows(cluster, tmp_path):
 
 def test_every_srun_of_ours_ends_all_ranks_if_one_fails():
     """Handler leaves that to the launcher: an error ends its own process alone."""
-    files = [*ROOT.glob("scripts/slurm/*_job.sh"), ROOT / "Makefile", ROOT / "scripts/char_gpt.py"]
-    files += [ROOT / "docs/how-to/launch.md", ROOT / "drill/launchers.py"]
-    assert len(files) == 7
-    for file in files:
-        text = file.read_text()
-        calls = re.findall(r"(?:^|[\t`])srun (?:-|\$).*(?:\n.*)?", text, re.MULTILINE)
-        calls = calls or re.findall(r"options = .*\n.*srun.*", text)
-        assert calls and all("--kill-on-bad-exit=1" in call for call in calls), (file, calls)
+    folders = ("scripts", "docs", "notebooks", "drill")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    found = {}
+    for file in [ROOT / "Makefile", ROOT / "README.md", *files]:
+        if file.suffix in ("", ".md", ".py", ".sh"):
+            calls = re.findall(r"\bsrun (?:[-$]|\.venv).*", file.read_text())
+            calls += re.findall(r"options = .*\n.*\"srun\".*", file.read_text())
+            # An interactive shell on a page is an example of what goes wrong.
+            found[file.name] = [call for call in calls if "--pty" not in call]
+    wrong = [
+        call for calls in found.values() for call in calls if "--kill-on-bad-exit=1" not in call
+    ]
+    assert not wrong and sum(map(bool, found.values())) >= 10, found

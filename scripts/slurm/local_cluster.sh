@@ -84,7 +84,7 @@ up() {
         start
     fi
     echo "use it:   export SLURM_CONF=$STATE/slurm.conf"
-    echo "then:     srun --nodes=2 --ntasks=2 hostname"
+    echo "then:     srun --nodes=2 --ntasks=2 --kill-on-bad-exit=1 hostname"
 }
 
 is_up() {

@@ -5,7 +5,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from ..collectives import reduce_sum
-from ..decorators import on_rank
+from ..collectives import reduce_mean
 from ..handler import Handler
 from ..initialize import DistInfo, _is_env_distributed, initialize_ddp
 from ..randomness import seed_everything
 from ..training.callbacks import Callback, Checkpoint, EarlyStopping
-from ..training.data import eval_loader, length_of
+from ..training.data import eval_loader, length_of, length_or_none, train_loader
 from ..training.run_folder import LOG_FORMAT
-from .loader import dump_config
 from .schema import DEFAULT_STOPPING, check_config
 
 HANDLER = (  # keys of "training" that are also arguments of Handler
@@ -58,12 +55,10 @@ class TrainerDDP:
 
     def __init__(self, rank: int, config: Mapping[str, Any]) -> None:
         self.config = check_config(config)
-        training, parallel = self.config["training"], self.config["parallel"]
+        training, parallel, metrics = (self.config[n] for n in ("training", "parallel", "metrics"))
         self.info = _join(rank, parallel, training["device"])
         torch.manual_seed(training["seed"])  # the same initial weights as a script with this line
-        model = _build("model", self.config["model"])
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model.type must create a module, not a {type(model).__name__}")
+        model = _build("model", self.config["model"], kind=nn.Module)
         keys = {key: training[f"optimizer_{key}"] for key in ("type", "args", "kwargs")}
         optimizer = _build("training.optimizer", keys, model.parameters())
         scheduler, unused = training["scheduler"], parallel["find_unused_parameters"]
@@ -71,12 +66,11 @@ class TrainerDDP:
             made = _build("training.scheduler", scheduler, optimizer)
             scheduler = made, scheduler["every"]
         self._criterion = _RecordedCriterion(self.config["criterion"])
-        metrics = self.config["metrics"].items()
         self.handler = Handler(
             model,
             optimizer,
             self._criterion,
-            metrics={name: m() if isinstance(m, type) else m for name, m in metrics},
+            metrics={n: m() if isinstance(m, type) else m for n, m in metrics.items()},
             scheduler=scheduler,
             callbacks=[self._criterion, *self._callbacks()],
             device=training["device"],
@@ -86,13 +80,6 @@ class TrainerDDP:
         )
         if isinstance(self._criterion.criterion, nn.Module):
             self._criterion.criterion.to(self.handler.device)
-        index, device = parallel["output_device"], self.handler.device
-        if index not in (None, device.index):
-            raise ValueError(
-                f"parallel.output_device is {index}, but this rank computes on {device}: set it to "
-                "null"
-            )
-        self._loaders: list[DataLoader[Any]] = []
 
     def prepare_dataloaders(self) -> tuple[DataLoader[Any], DataLoader[Any], DataLoader[Any]]:
         """Return the loaders for training, validation and testing.
@@ -100,18 +87,15 @@ class TrainerDDP:
         The split depends only on `training.seed`, so it is the same on all ranks. The first two
         loaders give each rank its shard, the third gives every rank the whole test set.
         `len(loader.dataset)` is the size of the whole split.
-
-        Raises:
-            ValueError: On all ranks, if the length of the data differs between ranks.
         """
         train_set, val_set, test_set = self._datasets()
-        handler, drop_last = self.handler, self.config["training"]["drop_last"]
-        handler.set_train_loader(train_set, drop_last=drop_last, **self._loading("training"))
-        handler.set_val_loader(val_set, **self._loading("validation"))
-        test_loader = eval_loader(test_set, rank=0, world_size=1, **self._loading("testing"))
-        assert handler.train_loader is not None and handler.val_loader is not None
-        self._loaders = [handler.train_loader, handler.val_loader]
-        return handler.train_loader, handler.val_loader, test_loader
+        shard: dict[str, Any] = {"rank": self.info.rank, "world_size": self.info.world_size}
+        order = {name: self.config["training"][name] for name in ("seed", "drop_last")}
+        return (
+            train_loader(train_set, **shard, **order, **self._loading("training")),
+            eval_loader(val_set, **shard, **self._loading("validation")),
+            eval_loader(test_set, rank=0, world_size=1, **self._loading("testing")),
+        )
 
     def run_training(
         self, train_loader: DataLoader[Any], val_loader: DataLoader[Any]
@@ -119,29 +103,26 @@ class TrainerDDP:
         """Train to the end, starting from the newest checkpoint in `training.path`, if any.
 
         Args:
-            train_loader: The training loader from `prepare_dataloaders`.
-            val_loader: The validation loader from `prepare_dataloaders`.
+            train_loader: The training loader from `prepare_dataloaders`, or any that
+                `Handler.set_train_loader` takes.
+            val_loader: The validation loader from `prepare_dataloaders`, or any that
+                `Handler.set_val_loader` takes. If it is empty, nothing is validated.
 
         Returns:
             The results of training and of validation, one dict per epoch, with "loss" and the
             metrics. Validation also has "loss_std", the standard deviation over all ranks' batches.
 
         Raises:
-            ValueError: If the loaders are others, or the checkpoint does not fit.
+            ValueError: If the checkpoint does not fit, or, on all ranks, if the length of the data
+                differs between ranks.
             Exception: Other errors as in `Handler.load` and `Handler.train`.
         """
-        if [train_loader, val_loader] != self._loaders:
-            raise ValueError(
-                "run_training needs the two loaders that prepare_dataloaders returned: to use "
-                "other data, change the configuration"
-            )
         handler, path = self.handler, self.config["training"]["path"]
-        if not len(val_loader.dataset):  # type: ignore[arg-type]
-            handler.val_loader = None
+        handler.train_loader = train_loader
+        handler.val_loader = val_loader if length_or_none(val_loader.dataset) else None
         if path is not None:
             handler.load(path)
-            self._check_checkpoint_fits(len(train_loader.dataset))  # type: ignore[arg-type]
-            on_rank(0)(dump_config)(self.config, Path(path) / "config.yaml")
+            self._check_checkpoint_fits(length_or_none(train_loader.dataset))
         handler.train(self.config["training"]["num_epochs"])
         names = ["loss", *handler.metrics]
         return self._results("train", names), self._results("val", [*names, "loss_std"])
@@ -157,24 +138,23 @@ class TrainerDDP:
         self.handler.log(_in_words("Test", results["loss"], results["loss_std"]))
         return results
 
-    def _check_checkpoint_fits(self, samples: int) -> None:
+    def _check_checkpoint_fits(self, samples: int | None) -> None:
         """Raise ValueError, or warn, if the loaded checkpoint does not fit this configuration."""
-        handler = self.handler
-        if handler.step == 0:
-            return
-        before = handler.state.data["samples"]
+        before = self.handler.state.data.get("samples")
         if before not in (None, samples):
             raise ValueError(
                 f"the checkpoint is from a run on {before} training samples, but now "
                 f"there are {samples}, so test items could be trained on: use the same data and "
                 "fractions, or another training.path"
             )
-        group = handler.optimizer.param_groups[0]
+        group = self.handler.optimizer.param_groups[0]
         for name, value in self.config["training"]["optimizer_kwargs"].items():
-            if handler.rank == 0 and name in group and group[name] != value:
+            # A scheduler changes the value, and keeps the initial one under another name.
+            saved = group.get(f"initial_{name}", group.get(name, value))
+            if saved != value and self.info.rank == 0:
                 warnings.warn(
                     f"training.optimizer_kwargs.{name} is {value}, but the checkpoint continues "
-                    f"with {group[name]}",
+                    f"with {saved}",
                     stacklevel=3,
                 )
 
@@ -182,16 +162,10 @@ class TrainerDDP:
         parts = {f"callbacks[{n}]": part for n, part in enumerate(self.config["callbacks"])}
         if stopping := self.config["early_stopping"]:
             default = stopping["type"] == DEFAULT_STOPPING
-            kind = EarlyStopping if default else stopping["type"]
-            parts["early_stopping"] = stopping | {"type": kind}
-        callbacks = [_build(name, part) for name, part in parts.items()]
-        for name, callback in zip(parts, callbacks, strict=True):
-            if not isinstance(callback, Callback):
-                kind = type(callback).__name__
-                raise ValueError(f"{name}.type must create a Callback, not a {kind}")
+            parts["early_stopping"] = stopping | ({"type": EarlyStopping} if default else {})
+        callbacks = [_build(name, part, kind=Callback) for name, part in parts.items()]
         if (path := self.config["training"]["path"]) is not None:
-            every = self.config["training"]["checkpoint_at"]
-            callbacks.append(Checkpoint(path, every_epochs=every))
+            callbacks.append(Checkpoint(path, self.config["training"]["checkpoint_at"]))
         return callbacks
 
     def _datasets(self) -> tuple[Dataset[Any], Dataset[Any], Dataset[Any]]:
@@ -235,8 +209,7 @@ class _RecordedCriterion(Callback):
     """The criterion, which also records each batch's loss in validation, for their spread."""
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
-        is_class = isinstance(criterion, type) and issubclass(criterion, nn.Module)
-        self.criterion = criterion() if is_class else criterion
+        self.criterion = criterion() if isinstance(criterion, type) else criterion
         self.losses: list[Tensor] = []
         self.__qualname__ = getattr(criterion, "__qualname__", repr(criterion))
 
@@ -250,37 +223,38 @@ class _RecordedCriterion(Callback):
         self.losses.clear()
 
     def on_epoch_end(self) -> None:
-        handler = self.handler
-        spread = self.spread(together=True)  # NaN if nothing was validated
+        handler, spread = self.handler, self.spread(together=True)
         if handler.val_losses:
             spreads = handler.history.setdefault("val_loss_std", [])
             spreads += [math.nan] * (len(handler.val_losses) - 1 - len(spreads)) + [spread]
-        if handler.val_loader is None:
-            return
-        handler.log(_in_words("Validation", handler.val_losses[-1], spread))
+        if handler.val_loader:
+            handler.log(_in_words("Validation", handler.val_losses[-1], spread))
 
     def spread(self, together: bool) -> float:
-        """Return the standard deviation of the recorded losses; if `together`, over all ranks."""
-        losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
-        sums = {"loss": losses.sum().item(), "square": losses.square().sum().item()}
-        sums["batches"] = len(losses)
+        """Return the standard deviation of the recorded losses; if `together`, over all ranks.
+
+        Without losses it is NaN.
+        """
+        losses = torch.stack(self.losses) if self.losses else torch.zeros(0).double()
+        means = {"loss": losses.mean(), "square": losses.square().mean()}
         if together:
-            sums = reduce_sum(sums)
-        if not sums["batches"]:
-            return math.nan
-        mean, square = sums["loss"] / sums["batches"], sums["square"] / sums["batches"]
-        return math.sqrt(max(square - mean**2, 0.0))  # max keeps its first argument if it is NaN
+            means = reduce_mean(means, count=len(losses))
+        return (means["square"] - means["loss"] ** 2).clamp(min=0).sqrt().item()
 
 
 def _in_words(what: str, loss: float, spread: float) -> str:
     return f"{what}: loss={loss:.3f} ± {spread:.3f}"
 
 
-def _build(name: str, section: Mapping[str, Any], *first: Any) -> Any:
+def _build(name: str, section: Mapping[str, Any], *first: Any, kind: type = object) -> Any:
     try:
-        return section["type"](*first, *section["args"], **section["kwargs"])
+        made = section["type"](*first, *section["args"], **section["kwargs"])
     except TypeError as error:
         raise TypeError(f"{name} cannot be created from its args and kwargs: {error}") from error
+    if not isinstance(made, kind):
+        expected = f"an instance of {kind.__name__}"
+        raise ValueError(f"{name}.type must create {expected}, not of {type(made).__name__}")
+    return made
 
 
 def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInfo:
@@ -291,7 +265,7 @@ def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInf
     timeout = None if seconds is None else timedelta(seconds=seconds)
     place: dict[str, Any] = {}
     if not (world_size in (None, 1) or dist.is_initialized() or _is_env_distributed()):
-        place = {name: parallel[name] for name in ("world_size", "master_addr", "master_port")}
+        place = {n: parallel[n] for n in ("world_size", "master_addr", "master_port")}
         place["rank"] = rank
     info = initialize_ddp(timeout, backend="gloo" if device == "cpu" else None, **place)
     if rank != info.rank:

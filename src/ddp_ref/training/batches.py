@@ -14,11 +14,10 @@ CPU = torch.device("cpu")
 def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Feed the model the first part of an (inputs, targets) batch; return outputs and targets."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:
-        kind = type(batch).__name__
         size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
         raise ValueError(
-            f"a batch must be (inputs, targets), not a {kind}{size}: pass forward= to Handler, or "
-            "give the loader a collate_fn that returns pairs"
+            f"a batch must be (inputs, targets), not a {type(batch).__name__}{size}: pass forward= "
+            "to Handler, or give the loader a collate_fn that returns pairs"
         )
     return model(batch[0]), batch[1]
 

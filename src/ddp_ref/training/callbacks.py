@@ -183,8 +183,9 @@ class ProgressBar(Callback):
         except ImportError:
             warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
             return
-        what = f"epoch {handler.epoch + 1}"
-        self._bar = tqdm(total=handler.steps_left, desc=what, file=sys.stderr)
+        self._bar = tqdm(
+            desc=f"epoch {handler.epoch + 1}", total=handler.steps_left, file=sys.stderr
+        )
 
     def on_step_end(self) -> None:
         if self._bar is not None:  # a bar without a length is falsy

@@ -76,7 +76,9 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
         while part := file.read(CHUNK):
             checksum = zlib.crc32(part, checksum)
         try:
-            _check_archive(file)
+            # torch.load does not notice changed tensor data, so check the zip archive's checksums.
+            if changed := zipfile.ZipFile(file).testzip():
+                raise RuntimeError(f"wrong checksum of {changed}")
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged headers can raise any type, also OSError
@@ -86,13 +88,6 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{path} has a {type(state).__name__}, but a checkpoint is a dict")
     return state, checksum
-
-
-def _check_archive(file: BinaryIO) -> None:
-    """Raise an exception if a part of the zip archive has changed: torch.load does not notice."""
-    with zipfile.ZipFile(file) as archive:
-        if damaged := archive.testzip():
-            raise RuntimeError(f"wrong checksum of {damaged}")
 
 
 def find(path: str | Path) -> tuple[Path, dict[str, Any], int] | None:

@@ -148,8 +148,9 @@ def length_of(dataset: Any) -> int:
             "one here, and call evaluate or predict for the others in a Callback"
         )
     if (length := length_or_none(dataset)) is None:
-        kind = type(dataset).__name__
-        raise ValueError(f"the data set must have a length: add __len__ to {kind}")
+        raise ValueError(
+            f"the data set must have a length: add __len__ to {type(dataset).__name__}"
+        )
     return length
 
 

@@ -78,8 +78,7 @@ def outputs_in_order(
             _check_count(len(outputs), samples)
             tensors.append(outputs.cpu())
         else:
-            rows = _split(outputs, samples)
-            if rows is None:
+            if (rows := _split(outputs, samples)) is None:
                 raise TypeError(
                     "outputs must be tensors with one row per item, a tuple or dict of them, or a "
                     f"list, not {type(outputs).__name__}"

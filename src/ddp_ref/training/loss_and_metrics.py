@@ -92,9 +92,7 @@ class LossAndMetrics:
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         if "loss" in metrics:
-            raise ValueError(
-                'a metric cannot be named "loss", which is the loss: choose another name'
-            )
+            raise ValueError('a metric cannot be named "loss": choose another name')
         for name, metric in metrics.items():
             owner = getattr(inspect.unwrap(metric), "__self__", None)
             if _accumulates(metric if isinstance(metric, type) else owner):

@@ -102,10 +102,9 @@ class OptimizerStep:
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """Raise TypeError or ValueError unless `optimizer` is one Optimizer of `model`'s parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        kind = type(optimizer).__name__
         raise TypeError(
-            f"optimizer must be one torch.optim.Optimizer, not a {kind}: with several optimizers, "
-            "as for a GAN, write your own loop with wrap_model and train_loader"
+            f"optimizer must be one torch.optim.Optimizer, not a {type(optimizer).__name__}: with "
+            "several optimizers, as for a GAN, write your own loop with wrap_model and train_loader"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS runs the model several times per step: use another optimizer")

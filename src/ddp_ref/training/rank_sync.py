@@ -98,9 +98,7 @@ def all_means(sums: RunningSums, device: torch.device, distributed: bool) -> dic
     """Return the means over all ranks (collective if `distributed`)."""
     sync = RankSync(device, distributed)
     sync.start(sums)
-    summary = sync.finish()
-    assert summary is not None
-    return summary.means
+    return sync.finish().means  # type: ignore[union-attr]  # not None after `start`
 
 
 def _add_up(names: Sequence[str], ranks: Tensor) -> GlobalSummary:

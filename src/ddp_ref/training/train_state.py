@@ -83,14 +83,13 @@ def capture(handler: Any) -> dict[str, Any] | None:
     ranks = gather_objects(own) if handler.info.distributed else [own]
     if ranks is None:
         return None
-    parts = handler.optimizer_step.parts()
     return {
         "model": move(weights(handler.model), CPU),
         "ranks": ranks,
         "skipped": handler.skipped,
         **_identity(handler),
         **{name: getattr(handler.state, name) for name in SAVED},
-        **{name: move(part.state_dict(), CPU) for name, part in parts.items()},
+        **{n: move(p.state_dict(), CPU) for n, p in handler.optimizer_step.parts().items()},
     }
 
 
