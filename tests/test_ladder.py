@@ -40,8 +40,8 @@ def definitions(script: str) -> list[str]:
 
 
 @pytest.mark.parametrize("script", LADDER)
-def test_at_most_130_lines(script):
-    assert len(source(script).splitlines()) <= 130
+def test_at_most_150_lines(script):
+    assert len(source(script).splitlines()) <= 150
 
 
 def lines_changed(before: str, after: str) -> tuple[int, int]:
