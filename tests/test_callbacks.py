@@ -103,7 +103,7 @@ def test_early_stopping(values, options, epochs, tmp_path):
         (lambda: Checkpoint("a", every_steps=1.5), "every_steps must be"),
         (
             lambda: job(callbacks=[EarlyStopping()]).train(1),
-            "'val_loss' has no values, but these have",
+            "under monitor='val_loss': use one of",
         ),
     ],
 )

@@ -202,7 +202,7 @@ for kill in range(300):  # 30 are enough, unless the machine is busy
     left = [name for name in os.listdir() if name.endswith(".tmp")]
     if kill >= 29 and len(seen) > 3 and len(left) > 3:
         break
-checkpoint.sweep(".")
+checkpoint.remove_temporary_files(".")
 print(len(seen), len(left), [name for name in os.listdir() if ".pt" in name])
 """
 

@@ -20,7 +20,7 @@ from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler, initialize_ddp, run_ranks
 from ddp_ref.training.batches import move
-from ddp_ref.training.loss_and_metrics import Measured, RunningSums
+from ddp_ref.training.loss_and_metrics import BatchResult, RunningSums
 from ddp_ref.training.rank_sync import RankSync, all_means, caught_signals
 
 SCRIPT = "handler_checks.py"
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def measured(loss):
-    return Measured(loss, [loss.double()], None, None)
+    return BatchResult(loss, [loss.double()], None, None)
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
@@ -91,7 +91,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     with torch.no_grad():
         handler.model[0].bias[1] = torch.inf
     with pytest.raises(
-        FloatingPointError, match=r"0\.bias is not finite, so this model is not worth saving"
+        FloatingPointError, match=r"0\.bias is not finite, and training cannot recover"
     ):
         handler.save(tmp_path / "a.pt")
     assert (tmp_path / "a.pt").read_bytes() == before
@@ -436,9 +436,7 @@ def test_weights_that_are_not_finite_end_training_though_the_loss_was(tmp_path):
         def forward(self, inputs):
             return self.linear(inputs) + self.zero.abs().sqrt()
 
-    with pytest.raises(
-        FloatingPointError, match="zero is not finite, so this model is not worth saving"
-    ):
+    with pytest.raises(FloatingPointError, match="zero is not finite, and training cannot recover"):
         job(3, 3, model=Root(), callbacks=[Checkpoint(tmp_path)]).train(1)
     assert not list(tmp_path.glob("*.pt"))
 

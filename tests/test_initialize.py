@@ -555,7 +555,7 @@ def test_port_in_use():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rank": 0}, "come together"),
+        ({"rank": 0}, "pass rank and world_size together"),
         ({"rank": 0, "world_size": 2}, "MASTER_ADDR, MASTER_PORT not set"),
         ({"rank": 2, "world_size": 2, "master_addr": HOST, "master_port": 1}, "rank=2"),
         ({"backend": "mpi"}, "backend must be .* not 'mpi'"),
@@ -610,7 +610,7 @@ def test_device_that_is_not_there():
     assert _pick_device(3) == CPU
     assert _resolve_device("cpu") == _resolve_device(CPU) == CPU
     for device in ("cuda", "gpu", "gpu:0", "cuda:1", torch.device("cuda"), torch.device("cuda:3")):
-        with pytest.warns(UserWarning, match=f"no device '{device}', .* using the CPU$"):
+        with pytest.warns(UserWarning, match=f"no device '{device}' .*: using the CPU$"):
             assert _resolve_device(device) == CPU
 
 

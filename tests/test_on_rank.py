@@ -97,7 +97,7 @@ async def async_generator():
 
 @pytest.mark.parametrize("func", [generator, coroutine, async_generator])
 def test_what_runs_after_its_call_is_refused(func):
-    with pytest.raises(TypeError, match=f"{func.__name__} is a .* function"):
+    with pytest.raises(TypeError, match=f"cannot wrap the .* function .*{func.__name__}"):
         on_rank(0)(func)
     with pytest.raises(TypeError, match="function"):
         on_rank(0)(functools.partial(func))
@@ -108,7 +108,7 @@ def test_an_object_that_is_called_like_a_generator_is_refused():
         def __call__(self):
             yield
 
-    with pytest.raises(TypeError, match="Job is a generator function"):
+    with pytest.raises(TypeError, match="the generator function .*Job"):
         on_rank(0)(Job())
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_cannot_take_what_was_sent_says_so():
         on_rank(0, broadcast=True)(lambda: bytes(2**28))()
 
     with pytest.raises(
-        RuntimeError, match=r"rank 0 has sent something .* that cannot be read: MemoryError"
+        RuntimeError, match=r"rank 0 sent a message .* that cannot be read: MemoryError"
     ):
         run_ranks(work, timeout=timedelta(seconds=60))
 

@@ -79,7 +79,7 @@ def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, t
         (["--config", "none.yaml"], "error: there is no configuration none.yaml in "),
         (
             ["--config", CONFIG, "--set", "training.epochs=3"],
-            "training has the key 'epochs', did you mean num_epochs? Allowed are",
+            "unknown key 'epochs' in training (did you mean num_epochs?): use one of",
         ),
         (["--config", CONFIG, "--nproc", "0"], "error: --nproc must be at least 1, not 0"),
     ],

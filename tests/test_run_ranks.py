@@ -539,4 +539,4 @@ def test_an_output_that_takes_nothing_costs_no_result_and_hides_no_error(tmp_pat
     """
     result = run(sys.executable, "-c", code, cwd=tmp_path)
     assert "[7, 7] KeyError('key')" in result.stderr
-    assert result.stderr.count("what the ranks wrote cannot be printed") == 2
+    assert result.stderr.count("cannot print the output of the ranks") == 2

@@ -72,7 +72,7 @@ class Call:
         local, calls = len(self.members) < self.opened.info.world_size, self.opened.calls
         calls[local] += 1
         self.text = f"{self.name} (call {calls[local]})"
-        self.tag = 4 * calls[local] + 2 * local  # of the questions; the outcomes have the next tag
+        self.tag = 4 * calls[local] + 2 * local  # of requests; outcomes use tag + 1
         # Ranks that share one of these keys must be in the same call.
         self.keys = [f"ddp_ref/waiting/node of rank {self.node[0]}/{sum(calls)}"]
         if not local:
@@ -115,8 +115,8 @@ class Call:
         if late := [rank for rank in self.executors if rank not in outcomes]:
             awaited = self.awaited if self.me in late else late[0]
             raise TimeoutError(
-                f"{self.text} has not ended within max_wait={self.max_wait}, it waits for rank "
-                f"{awaited}: look at that rank's output, or pass a longer max_wait (None: no limit)"
+                f"{self.text} has not ended within max_wait={self.max_wait}, still waiting for "
+                f"rank {awaited}: see its output, or pass a longer max_wait (None: no limit)"
             )
         return outcomes[self.executors[0]].value
 
@@ -137,7 +137,7 @@ class Call:
             for thread in threads:
                 thread.start()
             while set(self.executors) - outcomes.keys() - problems.keys() and now < deadline:
-                with suppress(Empty):  # in short steps: on Windows, Ctrl-C is felt between them
+                with suppress(Empty):  # wait briefly: on Windows, Ctrl-C is handled between waits
                     rank, outcome, seen = self.answers.get(timeout=min(deadline - now, 0.2))
                     outcomes |= {rank: outcome} if outcome else {}
                     problems = {r: text for r, text in seen.items() if r != self.me} | problems
@@ -166,7 +166,7 @@ class Call:
             outcome = outcome._replace(value=value or outcome.value)
             problems = outcome.problems | self._compare(executor, outcome.call)
             self.answers.put((executor, outcome, problems))
-        except Exception as error:  # noqa: BLE001 - e.g. no memory for it; the main thread tells
+        except Exception as error:  # noqa: BLE001 - out of memory, say; the main thread raises it
             self.answers.put((executor, None, self._lost(executor, error)))
 
     def _answer_all(self, mine: Outcome) -> None:
@@ -180,7 +180,7 @@ class Call:
             except Exception as error:  # noqa: BLE001 - the main thread raises it
                 problems |= self._lost(peer, error)
         head, value = mine._replace(value=b"", problems=problems), mine.value
-        if len(value) < SMALL:  # it needs no message of its own
+        if len(value) < SMALL:  # small enough to send with the head
             head, value = head._replace(value=bytes(value)), b""
         for peer in peers:
             try:
@@ -204,7 +204,7 @@ class Call:
                     self.answers.put((int(rank), None, self._compare(int(rank), text)))
 
     def _send(self, peer: int, tag: int, head: bytes, value: Any = b"") -> None:
-        """Send a frame with the sizes and the beginning of `head`, then what is left of both."""
+        """Send the sizes and the start of `head` in one frame, then the rest and the value."""
         start = SIZES.pack(len(head), len(value)) + head[:ROOM]
         for part in (bytearray(start.ljust(FRAME, b"\0")), bytearray(head[ROOM:]), value):
             if len(part):
@@ -243,7 +243,7 @@ class Call:
             cause = f"died or left before the end of {self.text}; see its output ({error})"
         else:
             what = f"{type(error).__name__}: {error}"
-            cause = f"has sent something at the end of {self.text} that cannot be read: {what}"
+            cause = f"sent a message at the end of {self.text} that cannot be read: {what}"
         return {rank: f"rank {rank} {cause}"}
 
     def _compare(self, rank: int, text: str) -> dict[int, str]:

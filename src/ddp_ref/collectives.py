@@ -85,7 +85,7 @@ def reduce_min(values: Mapping[str, V]) -> dict[str, V]:
 def reduce_mean(values: Mapping[str, V], count: float = 1) -> dict[str, V]:
     """Average each value over the samples of all ranks (collective).
 
-    The counts weigh the values, so the result is the mean over all samples, not a mean of means.
+    Each value is weighted by its count, so the result is the mean over all samples.
 
     Args:
         values: Means over this rank's samples: numbers, or floating-point or complex tensors.
@@ -97,8 +97,8 @@ def reduce_mean(values: Mapping[str, V], count: float = 1) -> dict[str, V]:
         The means by name, in the form that reduce_sum describes. A mean over no samples is nan.
 
     Raises:
-        ValueError: As in reduce_sum; also if a tensor is of integers or bools, as a mean is
-            neither, or if {} comes with a count above 1. On all ranks alike.
+        ValueError: On all ranks, as in reduce_sum; also if a tensor has integers or bools, whose
+            mean does not fit their dtype, or if a rank passes {} with a count above 1.
         TypeError: As in reduce_sum.
     """
     return _reduce(values, "mean", float(count))
@@ -190,9 +190,9 @@ def unpack_object(packed: bytes | bytearray | memoryview) -> Any:
 
 
 class PickleFile(io.BytesIO):
-    """The file of a pickler, which frees a CUDA tensor's copy on the CPU once that is written.
+    """A pickler's output that frees the CPU copy of a CUDA tensor as soon as it is written.
 
-    The pickler itself would keep all copies until the end.
+    Otherwise the pickler would keep all copies until the end.
     """
 
     def write(self, data: Any) -> int:
@@ -325,7 +325,7 @@ def _agree(own: dict[str, Any], count: float) -> tuple[dict[str, Any], float]:
         raise ValueError(f"ranks must pass the same names, shapes and dtypes, or {{}}: {passed}")
     for form, samples in every:
         if samples > 1 and not form:  # 1 is the default
-            raise ValueError(f"values are empty for {samples:g} samples: pass means, or count=0")
+            raise ValueError(f"values is {{}} but count is {samples:g}: pass the means, or count=0")
     return forms, sum(samples for form, samples in every if form)
 
 
@@ -333,8 +333,8 @@ def _wire_dtype(name: str, dtype: torch.dtype, how: str) -> torch.dtype:
     """Return the dtype in which a value travels: backends reduce few dtypes, but all these."""
     exact = not (dtype.is_floating_point or dtype.is_complex)
     if {"sum": dtype == torch.bool, "mean": exact}.get(how, dtype.is_complex):
-        way_out = {"sum": "int", "mean": "double"}.get(how, "abs")
-        raise ValueError(f"there is no {how} of {name!r} in {dtype}: pass its .{way_out}()")
+        convert = {"sum": "int", "mean": "double"}.get(how, "abs")
+        raise ValueError(f"cannot take the {how} of {name!r}, a {dtype}: pass its .{convert}()")
     return torch.int64 if exact else torch.complex128 if dtype.is_complex else torch.float64
 
 

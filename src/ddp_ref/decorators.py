@@ -40,13 +40,13 @@ def on_rank(
     The function becomes collective: all ranks call it, in the same order as all other on_rank
     functions, and each rank from one thread at a time. If a rank skips one of several calls of the
     same function, nothing detects it: the rank's next call is matched with the skipped one. The
-    work may take longer than the group's timeout. Inside a running body, further on_rank calls
-    exchange nothing and run where this rank is listed; ordinary collectives would deadlock there.
+    work may take longer than the group's timeout. Inside a running body, nested on_rank calls do
+    not communicate: each runs if it lists this rank. Ordinary collectives would deadlock there.
     Without a process group, this process is rank 0 of a world of one.
 
-    A call costs 2 (N - 1) messages per executing rank. After an exception, the group stays usable.
-    After mismatched calls, it need not be. Mismatched calls are found through the store on rank 0,
-    so they go unnoticed while rank 0 is frozen.
+    A call costs 2 (N - 1) messages per executing rank. The group stays usable after an exception,
+    but perhaps not after mismatched calls. Ranks that wait for different executing ranks detect
+    the mismatch only through the store on rank 0, so not while rank 0 is frozen.
 
     Args:
         rank: The executing rank, or a list, tuple, set or range of ranks.
@@ -66,14 +66,14 @@ def on_rank(
         the others unless `broadcast` is set.
 
     Raises:
-        TypeError: If `rank` is not made of integers, or the function is a generator or coroutine.
+        TypeError: If a rank is not an integer, or the function is a generator or coroutine.
         ValueError: At the call, if `rank` is empty or outside the world.
-        RuntimeError: At the call, if a rank died, or if the ranks are in different calls. The
-            latter may take 15 seconds to notice.
+        RuntimeError: At the call, if a rank died, or if the ranks are in different calls. Detecting
+            different calls may take 15 seconds.
         TimeoutError: At the call, if other ranks have not finished within `max_wait`.
-        BaseException: What the function raised on an executing rank, on all ranks, with its
-            original type, and with its rank and traceback as notes. A type that cannot be pickled
-            becomes a RuntimeError.
+        BaseException: If the function raises on an executing rank, all ranks raise that exception,
+            with its original type, and with its rank and traceback as notes. A type that cannot be
+            pickled becomes a RuntimeError.
     """
     ranks = _as_ranks(rank)
     if max_wait is not None and not (isinstance(max_wait, timedelta) and max_wait > timedelta(0)):
@@ -125,7 +125,7 @@ def _run(work: Callable[[], R], join: Join, barrier: bool, broadcast: bool) -> R
     try:
         shared = call.wait_for_outcomes(error, packed)
     finally:
-        del error  # otherwise this frame keeps the exception, and that the body's locals
+        del error  # otherwise this frame keeps the exception alive, and so the body's locals
     if barrier:
         dist.barrier()
     return unpack_object(shared) if broadcast and not executes else result
@@ -190,13 +190,13 @@ def _as_ranks(rank: Ranks) -> tuple[int, ...]:
 def _name_of(func: Callable[..., object]) -> str:
     """Return the name by which all ranks know `func`; refuse what does not run when called."""
     if isinstance(func, staticmethod | classmethod):
-        raise TypeError(f"on_rank goes below @{type(func).__name__}, next to the function")
+        raise TypeError(f"put @on_rank below @{type(func).__name__}, directly above the function")
     if not callable(func):
         raise TypeError(f"on_rank decorates a function, not {func!r}")
     name = f"{func.__module__}.{getattr(func, '__qualname__', type(func).__qualname__)}"
     for kind in ("generator", "asyncgen", "coroutine"):
         runs_later = getattr(inspect, f"is{kind}function")
         if runs_later(func) or runs_later(type(func).__call__):  # an object may be called, too
-            raise TypeError(f"on_rank: {name} is a {kind} function, it runs after its call ends")
+            raise TypeError(f"on_rank cannot wrap the {kind} function {name}: its body runs later")
     code = getattr(inspect.unwrap(func), "__code__", None)
     return f"{name} (line {code.co_firstlineno})" if code else name  # two lambdas share one name

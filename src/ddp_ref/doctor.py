@@ -178,7 +178,7 @@ def _master(launch: LaunchInfo) -> str:
         kind = RuntimeError if launch.master_addr else UserWarning
         raise kind(f"the name of rank 0's host, {name}, does not resolve: {error}") from error
     if launch.nnodes > 1 and address.is_loopback:
-        raise RuntimeError(f"{name} is {address}: at this address, each node reaches only itself")
+        raise RuntimeError(f"{name} is {address}, a loopback address: other nodes cannot reach it")
     return f"rank 0's host is {name}, at {address}"
 
 
@@ -212,7 +212,7 @@ def _gloo(launch: LaunchInfo) -> str:
 def _nccl(launch: LaunchInfo) -> str:
     gpus = torch.cuda.device_count()
     if gpus < 2 or not dist.is_nccl_available():
-        return f"not measured, which needs NCCL and two GPUs: {_count(gpus, 'GPU')} visible"
+        return f"not measured: this needs NCCL and two GPUs ({_count(gpus, 'GPU')} visible)"
     return _timed("nccl", gpus, launch)
 
 
@@ -262,13 +262,13 @@ def _count(number: int, noun: str) -> str:
 
 CHECKS: dict[Callable[[LaunchInfo], str], str] = {  # in this order, each with its advice
     _platform: "use Linux, or WSL2 on Windows: we test nothing else",
-    _launch: "start the ranks with torchrun or srun, and unset variables of theirs that you set",
+    _launch: "start the ranks with torchrun or srun, and unset their variables if you set any",
     _backends: "install a torch wheel with gloo, and for GPUs one with CUDA, which brings NCCL",
     _devices: "start at most one rank per GPU; run nvidia-smi to see whether the driver works",
     _limits: "give /dev/shm at least 1 GiB; in a container, docker run --shm-size=8g",
     _master: "set MASTER_ADDR to an address that all nodes reach, or fix DNS or /etc/hosts",
     _port: "set MASTER_PORT to a free port, or let torchrun or srun choose one",
-    _interface: "set GLOO_SOCKET_IFNAME to an interface that all nodes reach; gloo knows no ^lo",
+    _interface: "set GLOO_SOCKET_IFNAME to an interface that all nodes reach; ^lo does not work",
     _gloo: "check GLOO_SOCKET_IFNAME, and whether a firewall blocks connections within this host",
     _nccl: "enlarge /dev/shm or set NCCL_P2P_DISABLE=1; NCCL_DEBUG=INFO shows NCCL's own reason",
     _write: "change to a folder that you may write to and that has space left",

@@ -47,16 +47,16 @@ def detect_launch(
 ) -> LaunchInfo:
     """Find out how this process was launched: by arguments, torchrun, a Slurm step, or alone.
 
-    Arguments win over variables, and a complete set of torchrun's variables wins over Slurm's. An
+    Arguments override variables, and a complete set of torchrun's variables overrides Slurm's. An
     sbatch body and an interactive shell have SLURM_NTASKS > 1 too, but nobody started their other
     tasks, so only a step with several tasks counts as a distributed launch.
 
     Args:
         environ: The variables to read. Default: `os.environ`, at the time of the call.
-        rank: This process's rank. It comes together with `world_size`.
+        rank: This process's rank. Pass it together with `world_size`.
         world_size: The number of processes.
-        master_addr: Host name or address of rank 0. It wins over MASTER_ADDR.
-        master_port: A free port on that host. It wins over MASTER_PORT.
+        master_addr: Host name or address of rank 0. Overrides MASTER_ADDR.
+        master_port: A free port on that host. Overrides MASTER_PORT.
 
     Returns:
         The launch. If LOCAL_WORLD_SIZE is not set, all ranks are assumed to be on this host.
@@ -66,7 +66,7 @@ def detect_launch(
             contradict each other.
     """
     if (rank is None) != (world_size is None):
-        raise ValueError(f"rank and world_size come together, not {rank=} and {world_size=}")
+        raise ValueError(f"pass rank and world_size together, not {rank=} and {world_size=}")
     if master_addr is not None and not (isinstance(master_addr, str) and master_addr):
         raise ValueError(f"master_addr must be a host name or address, not {master_addr!r}")
     # A variable that is empty counts as not set.

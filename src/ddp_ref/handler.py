@@ -53,13 +53,13 @@ class Handler:
         model: The model, not wrapped in DDP.
         optimizer: An optimizer of the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, a mean over samples.
-        forward: How a batch meets the model: `forward(model, batch)` returns outputs and targets.
+        forward: How to run the model on a batch: `forward(model, batch)` returns outputs, targets.
             Default: a batch is `(inputs, targets)`.
-        count: How many samples or tokens the means of a batch are over: `count(batch)` returns an
-            integer or a tensor without dimensions. It gets the batch as loaded, on the CPU.
-            Gradients are then means over all counted samples of all ranks, also if the counts
-            differ. For a count of 0 the loss must still have finite gradients. Default: the number
-            of samples, which should be the same on all ranks.
+        count: `count(batch)` returns how many samples or tokens the loss and metrics of a batch are
+            averaged over, as an integer or a 0-dimensional tensor. It gets the batch as loaded, on
+            the CPU. Gradients are then means over all counted samples of all ranks, even if the
+            counts differ. For a count of 0 the loss must still have finite gradients. Default: the
+            number of samples, which should be the same on all ranks.
         metrics: By name, functions called like `loss_fn`, each a mean over samples, or objects with
             `update(outputs, targets)`, `compute()` and `reset()`, such as those of torchmetrics.
             `compute` is called once per epoch, returns one number and reduces over ranks itself.
@@ -77,7 +77,7 @@ class Handler:
             are always left out.
         sync_every: Optimizer steps between two summaries, in which the ranks share losses and
             signals. A summary overlaps the next step, so no rank waits for it.
-        seed: The seed of the data order, and, with the rank, of dropout.
+        seed: Seeds the data order and, together with the rank, dropout.
         run_dir: A folder for this run's configuration, log, history and figures, and for a
             checkpoint per epoch, unless `callbacks` has a Checkpoint with its own folder.
         ddp_options: Keywords of DistributedDataParallel, such as `find_unused_parameters`.
@@ -162,8 +162,8 @@ class Handler:
                 a sampler that gives this rank its own samples; or an IterableDataset that gives
                 each rank its own samples.
             batch_size: Samples per rank and batch. Default: the existing loader's.
-            steps_per_epoch: Optimizer steps per epoch, for an IterableDataset. The stream goes on
-                in the next epoch. It starts again when it ends, and with each call of `train`.
+            steps_per_epoch: Optimizer steps per epoch, for an IterableDataset. The next epoch
+                continues the stream. It restarts when it ends and at each call of `train`.
             **loader: Anything else that DataLoader takes.
 
         Raises:
@@ -205,7 +205,7 @@ class Handler:
 
     @property
     def train_loader(self) -> DataLoader[Any] | None:
-        """This rank's training loader. Assigning one is `set_train_loader(loader)`."""
+        """This rank's training loader. Assigning a loader calls `set_train_loader(loader)`."""
         return self.train_batches.loader if self.train_batches else None
 
     @train_loader.setter
@@ -214,7 +214,7 @@ class Handler:
 
     @property
     def val_loader(self) -> DataLoader[Any] | None:
-        """This rank's validation loader. Assigning one is `set_val_loader(loader)`."""
+        """This rank's validation loader. Assigning a loader calls `set_val_loader(loader)`."""
         return self._val_loader
 
     @val_loader.setter
@@ -272,10 +272,10 @@ class Handler:
             **loader: Anything else that DataLoader takes, except shuffling and samplers.
 
         Returns:
-            On rank 0 the outputs in data-set order. Tensor outputs are one tensor on the CPU
-            (empty if there are no items). Tuples, dicts, dataclasses and lists are a list with one
-            entry per item, which is pickled to reach rank 0: that takes several times the time and
-            memory. Parts without a batch dimension, such as a loss, are left out.
+            On rank 0 the outputs in data-set order. Tensors become one tensor on the CPU (empty if
+            there are no items). Tuples, dicts, dataclasses and lists become a list with one entry
+            per item; pickling it for rank 0 takes several times the time and memory of a tensor.
+            Parts without a batch dimension, such as a loss, are left out.
 
         Raises:
             ValueError: If the model does not return one output per item.
@@ -286,7 +286,7 @@ class Handler:
     def log_likelihood(
         self, data: Dataset[Any] | DataLoader[Any], batch_size: int | None = None, **loader: Any
     ) -> Any:
-        """Return `model.log_likelihood(inputs)` for `data`, in the form that `predict` has."""
+        """Return `model.log_likelihood(inputs)` for `data`, in the same form as `predict`."""
         method = self._method("log_likelihood")
         return self._map(lambda batch: method(inputs_of(batch)), data, batch_size, loader)
 
@@ -319,10 +319,10 @@ class Handler:
     def load(self, path: str | Path) -> None:
         """Load the checkpoint `path`, or the newest intact one in the folder `path`.
 
-        An empty or missing folder means to start from scratch. Rank 0 chooses the file. Each rank
-        that sees it reads it; the others get its bytes from rank 0. At the world size that saved,
-        the resumed run equals the uninterrupted one bit for bit on the CPU. At another world size,
-        each sample of the epoch that was not seen yet is used once.
+        If the folder is empty or missing, the run starts from scratch. Rank 0 chooses the file.
+        Ranks that see it read it; the others get its bytes from rank 0. On the CPU, a run resumed
+        at the same world size equals the uninterrupted one bit for bit. At another world size, each
+        remaining sample of the epoch is used once.
 
         Raises:
             OSError: If the file cannot be read.
@@ -469,5 +469,5 @@ class Handler:
     def _method(self, name: str) -> Callable[..., Any]:
         if not hasattr(self._unwrapped, name):
             kind = type(self._unwrapped).__name__
-            raise ValueError(f"Handler.{name} needs a method {name} of the model: add it to {kind}")
+            raise ValueError(f"Handler.{name} calls model.{name}, but {kind} has no such method")
         return getattr(self._unwrapped, name)

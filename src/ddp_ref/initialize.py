@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
 from .rendezvous import Rendezvous, refuse_unsafe_restarts
-from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401 - a source's name
+from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401 - nn_handler's name
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
@@ -64,16 +64,16 @@ def initialize_ddp(
 ) -> DistInfo:
     """Open the process group that this process was launched for (collective: all ranks call).
 
-    A second call returns the same DistInfo. If the opening fails, start all ranks again: a rank
-    that tries again alone waits for the others until its timeout.
+    A second call returns the same DistInfo. If this raises, restart all ranks, because a rank that
+    retries alone only waits for the others until its timeout.
 
     Args:
-        timeout: Bounds the opening and every collective. Default: 60 minutes. A shorter timeout
+        timeout: Limits this call and every collective. Default: 60 minutes. A shorter timeout
             reports a frozen rank sooner, but it must be longer than your slowest rank can be late.
-        rank: This process's rank. It comes together with `world_size`; both win over variables.
+        rank: This process's rank. Pass it with `world_size`; both override the environment.
         world_size: The number of processes.
-        master_addr: Host name or address of rank 0. It wins over MASTER_ADDR.
-        master_port: A free port on that host. It wins over MASTER_PORT.
+        master_addr: Host name or address of rank 0. Overrides MASTER_ADDR.
+        master_port: A free port on that host. Overrides MASTER_PORT.
         backend: "nccl" (CUDA) or "gloo" (CPU). Default: CUDA if every rank has a GPU of its own,
             otherwise the CPU, with one line that says why.
         use_distributed: False runs as a single process whatever the environment says. True opens
@@ -103,7 +103,7 @@ def initialize_ddp(
         launch = detect_launch(
             rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
         )
-        if _wanted(use_distributed, launch):
+        if _should_open_group(use_distributed, launch):
             return _initialize_distributed(timeout, launch=launch, backend=backend)
     device = torch.device("cpu") if backend == "gloo" else _pick_device(0)
     return DistInfo(False, 0, 0, 1, device)
@@ -157,7 +157,7 @@ def open_group() -> OpenGroup | None:
 
 def _should_use_distributed(flag: bool | None) -> bool:
     """Return whether to open a group; raise if `flag` is True and there is no launch to join."""
-    return flag is not False and _wanted(flag, detect_launch())
+    return flag is not False and _should_open_group(flag, detect_launch())
 
 
 def _is_env_distributed() -> bool:
@@ -165,7 +165,7 @@ def _is_env_distributed() -> bool:
     return detect_launch().master_addr is not None
 
 
-def _wanted(flag: bool | None, launch: LaunchInfo) -> bool:
+def _should_open_group(flag: bool | None, launch: LaunchInfo) -> bool:
     if flag is None:
         return launch.world_size > 1 and dist.is_available()
     if not dist.is_available():
@@ -190,7 +190,7 @@ def _initialize_distributed(
     if dist.is_initialized():
         return _known_group().info
     launch = launch or detect_launch()
-    _wanted(True, launch)
+    _should_open_group(True, launch)
     refuse_unsafe_restarts(launch)
     gpu = "" if backend == "gloo" else _gpu_id(_pick_device(launch.local_rank))
     rendezvous = Rendezvous(launch, timeout or DEFAULT_TIMEOUT)
@@ -200,7 +200,7 @@ def _initialize_distributed(
         device = _agree_on_device(launch, gpus, backend)
         side = rendezvous.run("open the group", lambda: _open_groups(rendezvous, device))
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # the current device belongs to the thread
+            torch.cuda.set_device(device)  # per thread, and _open_groups ran in another one
         else:
             atexit.register(cleanup_ddp)
             if not os.environ.get("OMP_NUM_THREADS"):
@@ -305,7 +305,7 @@ def _resolve_device(device: torch.device | str) -> torch.device:
     if wanted.type == "cpu" or (wanted.index or 0) < count:
         return wanted
     there = f"{count} {wanted.type} device{'s' if count != 1 else ''}"
-    warnings.warn(f"no device {str(device)!r}, there are {there}: using the CPU", stacklevel=2)
+    warnings.warn(f"no device {str(device)!r} (found {there}): using the CPU", stacklevel=2)
     return torch.device("cpu")
 
 

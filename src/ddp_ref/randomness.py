@@ -14,8 +14,9 @@ import torch
 def seed_everything(seed: int, *parts: int) -> None:
     """Seed torch, CUDA, random and, where it is loaded, numpy from `(seed, *parts)`.
 
-    `seed_everything(seed)` is the same on every rank, `seed_everything(seed, rank)` gives each rank
-    its own dropout, `seed_everything(seed, epoch, index)` each sample its own augmentation.
+    `seed_everything(seed)` gives all ranks the same random numbers. `seed_everything(seed, rank)`
+    gives each rank its own, for dropout. `seed_everything(seed, epoch, index)` gives each sample
+    its own, for augmentation.
     """
     seed_host(seed, *parts)
     in_worker = torch.utils.data.get_worker_info() is not None  # a DataLoader's: no CUDA there
@@ -33,7 +34,7 @@ def seed_host(seed: int, *parts: int) -> None:
 
 
 @contextmanager
-def borrowed_generators() -> Iterator[None]:
+def preserved_rng_state() -> Iterator[None]:
     """Restore the CPU generators after the block, whatever the block draws."""
     before = generator_state()
     try:

@@ -27,7 +27,7 @@ from .environment import LaunchInfo
 T = TypeVar("T")
 GRACE = 0.5  # seconds past the deadline, so that a rank that knows the cause can report it
 ASK_TIMEOUT = 0.5  # seconds to find out which ranks are missing
-RETRY, WARN_AFTER = 0.1, 10.0  # seconds between attempts to reach the master; before a warning
+RETRY, WARN_AFTER = 0.1, 10.0  # seconds: between attempts to connect; until a warning says so
 
 # The store at each master. It outlives its group, because another rank may call initialize_ddp
 # again before the rank that hosts the store does. A forked child needs a connection of its own.
@@ -61,8 +61,8 @@ class Rendezvous:
         notices Ctrl-C. So the step has a thread of its own, and the main thread has the deadline.
 
         Args:
-            stage: What every rank does in this step, for the error: a verb such as "arrive".
-            step: It ends with `exchange`.
+            stage: What every rank does in this step. It completes "rank 1 did not ..." in errors.
+            step: The function to run. It must end by calling `exchange`.
         """
         self._stage = stage
         self._step_over.clear()
@@ -96,7 +96,7 @@ class Rendezvous:
             del result
 
     def give_up(self) -> None:
-        """Let a step that is still running leave no group behind, and disconnect."""
+        """Disconnect, and make a step that is still running destroy any group that it opens."""
         self._given_up.set()
         # If its thread returns from C++ while Python exits, the process aborts.
         self._step_over.wait(GRACE)
@@ -163,7 +163,7 @@ class Rendezvous:
         )
         if missing:
             problem = f"rank {', '.join(map(str, missing))} did not {self._stage}"
-            advice = "see its output: it must run and reach the master; a frozen rank blocks others"
+            advice = "look at its output; it must be running, not frozen, and able to reach rank 0"
         return self._failure(f"{problem} (timeout {self.timeout}): {advice}")
 
     def _failure(self, problem: str) -> RendezvousError:
@@ -172,7 +172,7 @@ class Rendezvous:
         return RendezvousError(f"{who}: {problem}".splitlines()[0])  # torch adds its C++ trace
 
     def _connect(self) -> dist.PrefixStore:
-        """Return a store of this opening: no key in it is left from an earlier opening."""
+        """Return a store whose key prefix is new, so keys of earlier attempts cannot be seen."""
         if self._key not in _stores:
             _stores[self._key] = self._open_store()
         # torchrun's agent keeps its store when it restarts the ranks, so number the attempts too.

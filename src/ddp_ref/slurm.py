@@ -89,7 +89,7 @@ def _tasks_per_node(counts: str, node: int) -> tuple[int, int]:
         if first <= node < nodes:
             tasks = int(match[1])
     if not tasks:
-        raise ValueError(f"SLURM_NODEID={node} has no task in the tasks per node {counts!r}")
+        raise ValueError(f"SLURM_NODEID={node} has no tasks in {counts!r}: let srun set both")
     return tasks, nodes
 
 

@@ -115,7 +115,7 @@ def resolve(name: str, allow: Sequence[str] = ALLOW) -> Any:
     parts = re.split("[.:]", name.removeprefix("__main__."))
     if not _under(name, allow) or any(part.startswith("_") for part in parts):
         raise ValueError(
-            f"only public names under {', '.join(allow)} are allowed: {_way_out(name)}"
+            f"only public names under {', '.join(allow)} are allowed: {_allow_hint(name)}"
         )
     try:
         value = pkgutil.resolve_name(name)
@@ -124,13 +124,13 @@ def resolve(name: str, allow: Sequence[str] = ALLOW) -> Any:
     home = _home(value)
     if not _under(home, allow):
         raise ValueError(
-            f"it is defined in {home}, but only {', '.join(allow)} are allowed: {_way_out(home)}"
+            f"it is defined in {home}, but only {', '.join(allow)} are allowed: {_allow_hint(home)}"
         )
     _check_kind(value, home)
     return value
 
 
-def _way_out(name: str) -> str:
+def _allow_hint(name: str) -> str:
     return f'if you trust it, pass allow=("torch", "__main__", "{name.split(".")[0]}")'
 
 
@@ -146,7 +146,7 @@ def _set(config: Any, name: str, value: Any) -> None:
             config[section] = {}
         config = config[section] if isinstance(config, dict) else None
     if not isinstance(config, dict):
-        raise ValueError(f"{name} cannot be set: every part of it but the last must be a section")
+        raise ValueError(f"cannot set {name}: every part except the last must be a section")
     config[key] = value
 
 

@@ -56,7 +56,7 @@ def _check(name: str, value: Any, rule: Rule | Section) -> Any:
     if isinstance(rule, Rule):
         allowed = f"{rule.allowed}, or null" if rule.default is None else rule.allowed
         if value is REQUIRED:
-            raise ValueError(f"{name} is missing, it must be {allowed}")
+            raise ValueError(f"{name} is missing: it must be {allowed}")
         if not rule.accepts(value):
             raise ValueError(f"{name} must be {allowed}, not {reprlib.repr(value)}")
         return value
@@ -65,8 +65,8 @@ def _check(name: str, value: Any, rule: Rule | Section) -> Any:
         raise ValueError(f"{name} must be a mapping of {keys}, not {reprlib.repr(value)}")
     if unknown := [key for key in value if key not in rule.keys]:
         close = difflib.get_close_matches(str(unknown[0]), rule.keys, n=1)
-        hint = f"did you mean {close[0]}? Allowed" if close else "allowed"
-        raise ValueError(f"{name} has the key {unknown[0]!r}, {hint} are {', '.join(rule.keys)}")
+        hint, known = f" (did you mean {close[0]}?)" if close else "", ", ".join(rule.keys)
+        raise ValueError(f"unknown key {unknown[0]!r} in {name}{hint}: use one of {known}")
     within = "" if rule is CONFIG else f"{name}."
     return {
         key: _check(f"{within}{key}", value.get(key, copy.copy(part.default)), part)
@@ -77,7 +77,7 @@ def _check(name: str, value: Any, rule: Rule | Section) -> Any:
 def _check_together(config: Mapping[str, Any]) -> None:
     """Raise ValueError if keys contradict each other."""
     if "loss_std" in config["metrics"]:
-        raise ValueError("a metric cannot be named loss_std, a name in the results: rename it")
+        raise ValueError("a metric cannot be named loss_std, a reserved name: choose another name")
     device = config["training"]["device"]
     for name, report in (("training", ""), ("validation", "validator"), ("testing", "tester")):
         section = config[name]
@@ -153,7 +153,7 @@ PARALLEL: Keys = {
     "master_addr": TEXT,
     "master_port": PORT,
     "timeout": _number("seconds, from 1 to a year", lambda value: 1 <= value <= 365 * 86_400),
-    "output_device": Rule("null, each rank computes on its own device", lambda v: v is None, None),
+    "output_device": Rule("left out (ranks use their own device)", lambda v: False, None),
     "find_unused_parameters": _flag(None),
 }
 TRAINING: Keys = LOADING | {
@@ -170,7 +170,7 @@ TRAINING: Keys = LOADING | {
     "forward": _function(),
     "count": _function(),
     "drop_last": _flag(False),
-    "checkpoint_at": Rule("epochs, or null for one at the end", _is_count_or_none, 1),
+    "checkpoint_at": Rule("epochs, or null to save only at the end", _is_count_or_none, 1),
     "accumulate": _count(1, 1),
     "clip_norm": _number("a number above 0", lambda value: value > 0),
     "precision": _one_of("fp32", "bf16", "fp16"),

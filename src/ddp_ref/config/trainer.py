@@ -206,7 +206,7 @@ class TrainerDDP:
 
 
 class _RecordedCriterion(Callback):
-    """The criterion, which also records each batch's loss in validation, for their spread."""
+    """Wrap the criterion and record each validation batch's loss, for their standard deviation."""
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
         self.criterion = criterion() if isinstance(criterion, type) else criterion

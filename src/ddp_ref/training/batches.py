@@ -1,4 +1,4 @@
-"""What a batch is: how it meets the model, its device, and how many samples it has."""
+"""Handle batches of any structure: run the model on them, move them and count their samples."""
 
 import copy
 import dataclasses
@@ -53,8 +53,8 @@ def _samples_in(value: Any) -> int | None:
     if isinstance(value, Mapping):
         counts = map(_samples_in, value.values())
         return next((count for count in counts if count is not None), None)
-    # default_collate makes a list with one tensor for each part of a target. Of a detection's
-    # targets, which are one dict per sample, the length counts.
+    # default_collate makes a list with one tensor for each part of a target. Detection targets are
+    # a list with one dict per sample, so the length of that list is the count.
     parts = value if isinstance(value, list | tuple) else ()
     if parts and not isinstance(parts[0], Mapping) and (count := _samples_in(parts[0])) is not None:
         return count

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import NAME, numbered, step_of, sweep
+from .checkpoint import NAME, numbered, remove_temporary_files, step_of
 from .data import check_count
 
 
@@ -16,8 +16,8 @@ class Callback:
 
     Every rank calls every hook, in the order of the handler's list, so a hook may make collective
     calls if all ranks make them. If a hook raises an exception, its process ends at once with its
-    own traceback, and the launcher or the closed connection ends the other ranks. A signal ends
-    training only after all callbacks have run.
+    own traceback, and the launcher or the closed connection ends the other ranks. A signal never
+    interrupts a hook: training ends later, after the next summary.
     """
 
     handler: Any  # the Handler, which sets it when it gets this callback
@@ -32,7 +32,7 @@ class Callback:
         """Called after each optimizer step; `handler.step` counts it."""
 
     def on_epoch_end(self) -> None:
-        """Called after validation; the histories and `handler.epoch` count the epoch."""
+        """Called after validation; the history and `handler.epoch` already include this epoch."""
 
     def on_train_end(self) -> None:
         """Called after the last epoch; not after an exception or a signal."""
@@ -46,7 +46,7 @@ class EarlyStopping(Callback):
     Args:
         monitor: The name of a list in `handler.history`, such as "val_loss".
         patience: Epochs to wait for an improvement. Epochs with the value NaN do not count.
-        min_delta: The smallest change that counts as an improvement.
+        min_delta: Only a change larger than this counts as an improvement.
         mode: "min" if lower values are better, "max" if higher ones are.
 
     Raises:
@@ -72,7 +72,7 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self) -> None:
         values = _monitored(self.handler, self.monitor)
-        if (waited := _waited(values, self.min_delta, self.mode)) >= self.patience:
+        if (waited := _epochs_since_best(values, self.min_delta, self.mode)) >= self.patience:
             self.handler.log(f"{self.monitor} has not improved for {waited} epochs: stopping")
             self.handler.stop()
 
@@ -93,7 +93,7 @@ class LearningRateMonitor(Callback):
 
 
 class Checkpoint(Callback):
-    """Save checkpoints into `folder`, and at the end of training.
+    """Save checkpoints into `folder` during training, and once more at the end.
 
     Rank 0 writes the files, which are named by the optimizer step: step_000000120.pt. `Handler`
     also saves here when a signal ends training. `Handler.load(folder)` loads the newest file.
@@ -131,7 +131,7 @@ class Checkpoint(Callback):
     def on_train_start(self) -> None:
         self._saved = self._now()
         if self.handler.rank == 0:
-            sweep(self.folder)
+            remove_temporary_files(self.folder)
             later = [path for path in numbered(self.folder) if step_of(path) > self.handler.step]
             if later:
                 warnings.warn(
@@ -149,7 +149,7 @@ class Checkpoint(Callback):
             self._save()
         if self.monitor:
             values = _monitored(self.handler, self.monitor)
-            if math.isfinite(values[-1]) and _waited(values, 0.0, self.mode) == 0:
+            if math.isfinite(values[-1]) and _epochs_since_best(values, 0.0, self.mode) == 0:
                 self.handler.save(self.folder / "best.pt")
 
     def on_train_end(self) -> None:
@@ -171,7 +171,7 @@ class Checkpoint(Callback):
 
 
 class ProgressBar(Callback):
-    """Show a progress bar per epoch on standard error; without tqdm, a warning."""
+    """Show a progress bar per epoch on standard error. Without tqdm, warn instead."""
 
     _bar: Any = None
 
@@ -209,11 +209,11 @@ def _check_mode(mode: str) -> None:
 def _monitored(handler: Any, name: str) -> Sequence[float]:
     if not handler.history.get(name):
         known = ", ".join(name for name, values in handler.history.items() if values)
-        raise ValueError(f"monitor {name!r} has no values, but these have: {known}")
+        raise ValueError(f"nothing is recorded under monitor={name!r}: use one of {known}")
     return handler.history[name]
 
 
-def _waited(values: Sequence[float], min_delta: float, mode: str) -> int:
+def _epochs_since_best(values: Sequence[float], min_delta: float, mode: str) -> int:
     """Return how many values came since the best one; 0 if the last value is the best."""
     sign = 1 if mode == "min" else -1
     best, waited = math.inf, 0

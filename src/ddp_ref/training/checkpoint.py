@@ -163,8 +163,8 @@ def step_of(path: Path) -> int:
     return int(path.stem.partition("_")[2])
 
 
-def sweep(folder: str | Path) -> None:
-    """Remove the temporary files of killed saves from `folder`. No other process may be saving."""
+def remove_temporary_files(folder: str | Path) -> None:
+    """Remove temporary files of interrupted saves from `folder`. No process may be saving there."""
     for path in Path(folder).glob(".*.pt.*.tmp"):
         path.unlink(missing_ok=True)
 
@@ -198,8 +198,8 @@ def check_finite(model: nn.Module) -> None:
         wrong = torch.isnan(value) if name in buffers else ~torch.isfinite(value)
         if wrong.any():
             raise FloatingPointError(
-                f"{name} is not finite, so this model is not worth saving: load an earlier "
-                "checkpoint, with a lower learning rate or with clip_norm"
+                f"{name} is not finite, and training cannot recover: load an earlier checkpoint "
+                "and lower the learning rate or set clip_norm"
             )
 
 

@@ -85,7 +85,7 @@ def train_loader(
             seed=seed,
         )
         dataset, shuffle = SeededDataset(dataset, seed, loader.get("collate_fn")), None
-        loader["collate_fn"] = _as_it_is
+        loader["collate_fn"] = _already_collated
     if own != "batch_sampler":
         loader["batch_size"] = batch_size
     return Loader(dataset, shuffle=shuffle, **loader)
@@ -109,7 +109,7 @@ def eval_loader(
         batch_size: Samples per rank and batch. Default: the existing loader's.
         rank: This rank. Default: its rank in the open group, or 0.
         world_size: The number of ranks. Default: that of the open group, or 1.
-        **loader: Anything else that DataLoader takes and that leaves the items and their order.
+        **loader: Any other DataLoader option that changes neither the items nor their order.
 
     Raises:
         ValueError: If the data has no length, or an option would change the items or the order.
@@ -168,8 +168,8 @@ def check_same(**numbers: int | None) -> None:
     for what, number in numbers.items():
         if len(passed := {str(other[what]) for other in every}) > 1:
             raise ValueError(
-                f"all ranks must have the same data, but this one has {number} {what}, and they "
-                f"have {' or '.join(sorted(passed))}: seed what draws it, wait for what writes it"
+                f"all ranks must have the same data, but this rank has {number} {what} (all ranks: "
+                f"{' or '.join(sorted(passed))}): seed random data alike, and read only complete files"
             )
 
 
@@ -186,7 +186,7 @@ def _shard(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options with which `loader` is built again, but for its data and its sampler."""
+    """Return the options to rebuild `loader` with, except its data set and sampler."""
     kind = type(loader)
     usual = kind._get_iterator in (DataLoader._get_iterator, Loader._get_iterator)
     if not usual or kind.__iter__ is not DataLoader.__iter__:  # PyG's NeighborLoader, for one
@@ -214,7 +214,7 @@ def _is_shuffle(sampler: Any) -> bool:
     return sampler.num_samples == len(sampler.data_source)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _already_collated(batch: Any) -> Any:
     """Return `batch`, which is collated already."""
     return batch
 

@@ -39,7 +39,7 @@ class Loader(DataLoader[Any]):
 
 
 def _start_worker(then: Callable[[int], None] | None, from_main: bool, worker_id: int) -> None:
-    """Ignore SIGTERM and SIGUSR1, which are for the rank, exit with it, then call `then`."""
+    """Ignore SIGTERM and SIGUSR1, exit when the rank exits, and call the worker_init_fn `then`."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # A forked worker keeps the rank's sockets open, so until it exits, no peer notices that the

@@ -43,13 +43,13 @@ class TrainLoop:
         handler, state, batches = self.handler, self.state, self.handler.train_batches
         self._check_requires_grad()
         if not batches.seek(state):
-            self._forget_epoch()
+            self._reset_epoch()
         if not state.samples_seen:
             handler.rng.restore()
             state.running = {}
         self._call("on_epoch_start")
         self.model.train()
-        handler.rng.restore()  # in the middle of an epoch, the hooks may have drawn numbers
+        handler.rng.restore()  # on a mid-epoch resume, to undo what the hooks have drawn
         for window in batches.windows():
             self._train_step(window)
             state.samples_seen += len(window) * batches.samples_per_batch
@@ -100,7 +100,7 @@ class TrainLoop:
         state.record(values, ["loss", *handler.metrics])
         state.due_loss = values.get("val_loss", values["train_loss"])
         state.epoch += 1
-        self._forget_epoch()
+        self._reset_epoch()
         text = " | ".join(f"{name} {value:.4g}" for name, value in values.items())
         skipped = f" | {handler.skipped} steps skipped" if handler.skipped else ""
         handler.log(f"epoch {state.epoch} | {text}{skipped}")
@@ -145,7 +145,7 @@ class TrainLoop:
 
     # Details
 
-    def _forget_epoch(self) -> None:
+    def _reset_epoch(self) -> None:
         self.state.samples_seen = 0
         self.state.sums = self.loss_and_metrics.new_sums(self.handler.info.distributed)
 

@@ -16,7 +16,7 @@ Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 Count = Callable[[Any], int | Tensor]
 
 
-class Measured(NamedTuple):
+class BatchResult(NamedTuple):
     """What one batch gives: the loss for backward, and what the epoch's means need."""
 
     loss: Tensor
@@ -38,7 +38,7 @@ class RunningSums:
         self.names, self.count, self.objects = list(names), 0, dict(objects or {})
         self.totals = [torch.zeros((), dtype=torch.float64, device=device) for _ in names]
 
-    def add(self, count: int, measured: Measured) -> None:
+    def add(self, count: int, measured: BatchResult) -> None:
         """Add a batch whose means are over `count` samples."""
         if count == 0:
             return  # a mean over nothing may be NaN
@@ -74,7 +74,7 @@ class LossAndMetrics:
         metrics: By name, functions that return a mean over the batch, or objects with `update`,
             `compute` and `reset`.
         forward: Maps (model, batch) to (outputs, targets). Default: a batch is (inputs, targets).
-        count: Returns how many samples the means of a batch are over. Default: its length.
+        count: Returns how many samples or tokens the loss is averaged over. Default: all samples.
         device: Where batches are moved before `forward` sees them.
         autocast: Returns the context of the forward pass.
 
@@ -130,7 +130,7 @@ class LossAndMetrics:
                 raise ValueError(f"forward must return (outputs, targets), not a {kind}")
             return self.loss_fn(*pair), *pair
 
-    def __call__(self, model: nn.Module, batch: Any) -> Measured:
+    def __call__(self, model: nn.Module, batch: Any) -> BatchResult:
         """Run the forward pass, the loss and the metric functions."""
         loss, outputs, targets = self.loss(model, batch)
         values = [_float64_copy("loss", loss, self.device)]
@@ -139,7 +139,7 @@ class LossAndMetrics:
                 for name, metric in self.functions.items():
                     values.append(_float64_copy(name, metric(outputs, targets), self.device))
         kept = (detach(outputs), targets) if self.objects else (None, None)
-        return Measured(loss, values, *kept)
+        return BatchResult(loss, values, *kept)
 
     def new_sums(self, distributed: bool) -> RunningSums:
         """Return empty sums, with copies of the metric objects.

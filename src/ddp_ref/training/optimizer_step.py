@@ -59,7 +59,7 @@ class OptimizerStep:
         (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def clip(self) -> bool:
-        """Clip the gradients; return False if this step must be skipped as they are not finite."""
+        """Clip the gradients; return False if they are not finite and the step must be skipped."""
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
         if self.clip_norm is None and not self.skip_nonfinite:
@@ -74,7 +74,7 @@ class OptimizerStep:
         return True
 
     def step(self, taken: bool) -> bool:
-        """Step, unless `clip` returned False; return whether the step was taken on all ranks."""
+        """Step, unless `clip` returned False; return whether it stepped (the same on all ranks)."""
         if taken:
             self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
         if self.scaler:

@@ -127,7 +127,7 @@ class WindowCount:
             self._work = dist.all_reduce(self._total, async_op=True)
 
     def scale(self, loss: Tensor, count: int) -> Tensor:
-        """Return the share of `loss`, a mean over `count` samples, in the mean over all."""
+        """Scale `loss`, a mean over `count` samples, so that DDP averages over all samples."""
         if self._work is None:
             share = count / max(self.own, 1)
             return loss if share == 1 else loss * share

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, Subset, TensorDataset, default_collate
 
-from ..randomness import borrowed_generators, seed_host
+from ..randomness import preserved_rng_state, seed_host
 
 
 class ShardSampler(Sampler[int]):
@@ -92,7 +92,7 @@ class SeededDataset(Dataset[Any]):
         if self.collate_fn is default_collate and (rows := _rows(self.dataset, indices)):
             return rows
         look_up = getattr(self.dataset, "__getitems__", None)
-        with borrowed_generators():
+        with preserved_rng_state():
             if look_up is None or type(self.dataset) is Subset:
                 return self.collate_fn([self._sample(epoch, index) for epoch, index in keys])
             seed_host(self.seed, *keys[0])

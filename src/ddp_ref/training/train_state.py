@@ -26,10 +26,10 @@ class TrainState:
     step: int = 0  # how many optimizer steps were taken, in all epochs
     samples_seen: int = 0  # how many samples of this epoch all ranks together have drawn
     history: dict[str, list[float]] = field(default_factory=dict)
-    data: dict[str, int | None] = field(default_factory=dict)  # what this epoch's data is
-    running: dict[str, float] = field(default_factory=dict)  # this epoch's means, last summary
-    due_loss: float | None = None  # an epoch has ended, and its scheduler has not stepped yet
-    warmed_up: bool = True  # False until the first step of a run that was resumed
+    data: dict[str, int | None] = field(default_factory=dict)  # fingerprint of this epoch's data
+    running: dict[str, float] = field(default_factory=dict)  # this epoch's means, latest summary
+    due_loss: float | None = None  # of an ended epoch, for which the scheduler has yet to step
+    warmed_up: bool = True  # False only between a resume and the first step after it
 
     def record(self, values: Mapping[str, float], names: Sequence[str]) -> None:
         """Append an epoch's values to the history, and NaN to a validation list without a value."""

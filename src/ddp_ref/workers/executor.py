@@ -56,10 +56,10 @@ class ParallelExecutor:
         them.
 
         Args:
-            func: Any function, also a lambda, a closure or a function of a notebook. With
+            func: Any function, even a lambda, a closure or one defined in a notebook. With
                 `pass_device` it gets its device as `device`, and the arguments fill its other
-                parameters, so `run(f, data)` fits `def f(device, data)`. A GPU is also the
-                worker's current CUDA device.
+                parameters, so `run(f, data)` fits `def f(device, data)`. On a GPU, that device is
+                also the worker's current CUDA device.
             *args: Its arguments. A tensor on any GPU arrives on the worker's own device.
             **kwargs: Its keyword arguments.
 
@@ -123,7 +123,7 @@ def parallelize_on_gpus(
         The decorator. The decorated function raises what `ParallelExecutor.run` raises.
 
     Raises:
-        ValueError: If `num_gpus` is not None or an integer of at least 1.
+        ValueError: If `num_gpus` is neither None nor an integer of at least 1.
     """
     _check(num_gpus)
 

@@ -1,4 +1,4 @@
-"""Worker processes: how they are started, asked and ended, and the loop that each of them runs.
+"""Worker processes: how to start, call and stop them, and the loop that each of them runs.
 
 They are started by `subprocess`, not by `multiprocessing`. So the caller's script is not run again
 and needs no `__main__` guard, the global start method stays unset, DataLoader workers start as they
@@ -64,9 +64,9 @@ class Worker:
         Args:
             name: What error messages call the worker.
             env: Its environment variables.
-            device: Its device. A GPU is made its current CUDA device before each call, so
-                arguments on a GPU arrive there ("": functions choose their device themselves).
-            output: A file for its output and errors (None: those of this process).
+            device: Its device. A GPU becomes the current CUDA device before each call, so GPU
+                arguments arrive on it. With "", functions choose their device themselves.
+            output: A file for its stdout and stderr. None: the stdout and stderr of this process.
         """
         self.name = name
         self._connection, theirs = Pipe()
@@ -118,7 +118,7 @@ class Worker:
         return Failure(raised, raised_at)
 
     def _end(self, request: bytes) -> Failure | None:
-        """Return how the process ended, after its connection has closed; None if it was to end."""
+        """Return how the process ended, after its connection closed; None if LEAVE ended it."""
         code = self.kill()  # a process that is already exiting keeps its exit code
         if code == 0 and request == LEAVE:
             return None
@@ -160,9 +160,9 @@ def run_all(
         The results, in the order of the workers.
 
     Raises:
-        BaseException: The error that came first. If a worker died, that is the RuntimeError which
-            names it, with the exceptions of the others as notes: a rank may fail because its peer
-            died, and report that before the death is noticed.
+        BaseException: The first error. If a worker died, this is a RuntimeError that names it, with
+            the other workers' exceptions as notes, because a rank may fail when its peer dies and
+            report that before the death is noticed.
         TimeoutError: If workers have not answered in time. It names them.
     """
     deadline = time.monotonic() + (timeout.total_seconds() if timeout else math.inf)
@@ -261,8 +261,8 @@ def serve(connection: Connection, parent_alive: Connection, parent: int, device:
 def _answer(connection: Connection, device: str) -> bool:
     """Run the next request and send its result or exception; return False if there is none.
 
-    In a child that the function forked, the connection is closed, and the child ends as the
-    function ends there.
+    If the function forks, the connection is closed in the child. The child then ends when the
+    function returns or raises there, and sends nothing.
     """
     packed = connection.recv_bytes()
     if packed == LEAVE:

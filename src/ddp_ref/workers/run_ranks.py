@@ -30,10 +30,10 @@ def run_ranks(
 
     Each rank is a process with torchrun's variables, so `initialize_ddp` and `env://` work in
     `func`. The ranks' output is printed when they have ended, in rank order. No rank is left
-    running afterwards, also after an error or an interrupt.
+    running afterwards, even after an error or an interrupt.
 
     Args:
-        func: Any function, also a lambda, a closure or a function of a notebook.
+        func: Any function, even a lambda, a closure or one defined in a notebook.
         *args: Its arguments. A tensor on a GPU arrives on the rank's current CUDA device, which is
             the first one, or on the CPU where there is none.
         nproc: How many ranks to start.
@@ -101,4 +101,4 @@ def _print(outputs: Iterable[IO[bytes]]) -> None:
                 text = text.encode(encoding, "backslashreplace").decode(encoding)
                 print(f"[rank {rank}] {text}", flush=True)
     except (OSError, ValueError) as error:  # a closed pipe must not cost the results
-        warnings.warn(f"what the ranks wrote cannot be printed: {error}", stacklevel=2)
+        warnings.warn(f"cannot print the output of the ranks: {error}", stacklevel=2)
