@@ -90,7 +90,7 @@ def main():
         sys.exit(f"error: {error}")
     if (folder := config["training"]["path"]) and detect_launch().rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        text = Path(args.config).read_text() + f"# --set {' '.join(args.set)}\n"
+        text = Path(args.config).read_text() + f"\n# --set {' '.join(args.set)}\n"
         (Path(folder) / "config.yaml").write_text(text)  # what was run, beside its results
     if args.nproc is None:
         train(detect_launch().rank, config)

@@ -413,6 +413,16 @@ def check_metric_objects_are_exact_on_uneven_data_and_taken_up_with_the_epoch():
     assert resumed.train_metrics == handler.train_metrics
 
 
+def check_a_metric_object_without_a_state_is_told_of_on_resume():
+    class Stateless(F1):
+        state_dict = load_state_dict = property()  # as if it had neither
+
+    job(8 * world_size(), 2, metrics={"f1": Stateless()}, callbacks=[SaveEach()]).train(1)
+    resumed = job(8 * world_size(), 2, metrics={"f1": Stateless()})
+    with pytest.warns(UserWarning, match="cover only the rest of this epoch: f1"):
+        resumed.load("2.pt")
+
+
 def check_a_metric_object_must_return_one_number():
     class Two(F1):
         def compute(self):

@@ -383,7 +383,7 @@ def check_max_wait_ends_the_wait_and_what_comes_late_is_not_mixed_up():
             assert slow() == "late"
         else:
             error = raised(TimeoutError, slow)
-            assert f"waits for rank {worker}" in str(error) and "slow" in str(error)
+            assert f"waiting for rank {worker}" in str(error) and "slow" in str(error)
             Path(f"gave_up.{worker}.{me}").touch()
         for number in range(3):
             assert on_rank(worker, broadcast=True)(operator.abs)(number) == number

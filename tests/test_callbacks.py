@@ -63,7 +63,7 @@ class Replays(Callback):
         self.values = values
 
     def on_epoch_end(self):
-        self.handler.history["val_loss"] = self.values[: self.handler.epoch]
+        self.handler.history["replayed"] = self.values[: self.handler.epoch]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ class Replays(Callback):
 )
 def test_early_stopping(values, options, epochs, tmp_path):
     def make():
-        return job(4, 4, callbacks=[Replays(values), EarlyStopping(**options)])
+        return job(4, 4, callbacks=[Replays(values), EarlyStopping("replayed", **options)])
 
     handler = make()
     handler.train(len(values))
@@ -100,16 +100,23 @@ def test_early_stopping(values, options, epochs, tmp_path):
         (lambda: EarlyStopping(patience=0), "patience must be an integer of at least 1"),
         (lambda: EarlyStopping(min_delta=-1), "min_delta must be at least 0"),
         (lambda: Checkpoint("a", keep=0), "keep must be an integer of at least 1, not 0"),
+        (lambda: Checkpoint("a", keep=None), "keep must be an integer of at least 1, not None"),
         (lambda: Checkpoint("a", every_steps=1.5), "every_steps must be"),
-        (
-            lambda: job(callbacks=[EarlyStopping()]).train(1),
-            "under monitor='val_loss': use one of",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+def test_a_monitor_without_validation_data_is_told_of_before_an_epoch_is_lost(tmp_path):
+    for callback in (EarlyStopping(), Checkpoint(tmp_path, monitor="val_loss")):
+        handler = job(callbacks=[callback])
+        with (
+            pytest.warns(UserWarning, match="monitor='val_loss' will fail without a validation"),
+            pytest.raises(ValueError, match="nothing is recorded under"),
+        ):
+            handler.train(1)
 
 
 def test_learning_rates_are_noted_once_an_epoch(tmp_path):
@@ -140,7 +147,7 @@ def test_checkpoints_are_kept_and_the_best_of_them(tmp_path):
         (folder / ".step_000000001.pt.0.tmp").touch()  # what a killed save left
         initialize_ddp()
         values = [3, 1, 2, float("nan"), 1]
-        keeper = Checkpoint(folder, keep=2, monitor="val_loss")
+        keeper = Checkpoint(folder, keep=2, monitor="replayed")
         job(12, 2, callbacks=[Replays(values), keeper]).train(5)
         steps = 6 // torch.distributed.get_world_size()
         numbers = [4 * steps, 5 * steps]

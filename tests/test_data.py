@@ -408,6 +408,16 @@ def test_workers_of_a_sampler_of_the_callers_draw_others_on_each_rank_and_epoch(
     assert drawn(1, 3) == drawn(1, 3)
 
 
+def test_worker_init_fn_finds_another_seed_on_each_rank_and_epoch():
+    def worker_seed(rank, epoch, seed=0):
+        loader = train_loader(Draws(), 2, rank=rank, world_size=2, seed=seed, num_workers=1)
+        batches(loader, rank=rank, seed=seed).seek(TrainState(RunningSums([], CPU), epoch=epoch))
+        return loader.generator.initial_seed()
+
+    assert len({worker_seed(*place) for place in [(0, 0), (1, 0), (0, 1), (0, 0, 7)]}) == 4
+    assert worker_seed(1, 3) == worker_seed(1, 3)
+
+
 def test_workers_may_be_started_by_another_thread():
     """PR_SET_PDEATHSIG is of the thread, whose end is not the rank's."""
     loaders = []

@@ -150,7 +150,7 @@ def test_a_stopped_rank_is_waited_for_unless_max_wait_is_set(world, worker, tmp_
         assert [rank.wait().code for rank in started] == [0] * world
     for rank in others:
         first, second, collective = seen(tmp_path, rank)
-        assert first["type"] == "TimeoutError" and f"waits for rank {worker}" in first["text"]
+        assert first["type"] == "TimeoutError" and f"waiting for rank {worker}" in first["text"]
         assert second["text"] == "'second'"
         assert collective["type"] is not None  # the ordinary collective: at the group's timeout
     assert [result["text"] for result in seen(tmp_path, worker)[:2]] == ["'first'", "'second'"]

@@ -288,7 +288,7 @@ def test_what_is_missing_is_named(monkeypatch):
     handler = job()
     for call, text in [
         (lambda: handler.validate(), "call set_val_loader first"),
-        (lambda: handler.sample(1), "add it to Sequential"),
+        (lambda: handler.sample(1), "calls model.sample, but Sequential has no such method"),
         (lambda: handler.predict([["a"]], 1), "must start with a tensor"),
     ]:
         with pytest.raises(ValueError, match=text):
@@ -341,6 +341,17 @@ def test_bfloat16_and_a_scheduler_an_epoch():
     assert dtypes == {torch.bfloat16} and handler.model[0].weight.dtype == torch.float32
     assert handler.train_losses[-1] < handler.train_losses[0]
     assert handler.optimizer_step.scheduler.last_epoch == 3
+
+
+def test_data_is_loaded_in_full_precision():
+    class Rotated(Points):
+        def __getitem__(self, index):
+            inputs, target = super().__getitem__(index)
+            assert (torch.eye(len(inputs)) @ inputs).dtype == torch.float32
+            return inputs, target
+
+    handler = job(precision="bf16")
+    assert handler.predict(Rotated(5), 2).dtype == torch.bfloat16
 
 
 def test_full_precision_is_kept_under_an_autocast_of_the_callers():

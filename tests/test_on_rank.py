@@ -108,7 +108,7 @@ def test_an_object_that_is_called_like_a_generator_is_refused():
         def __call__(self):
             yield
 
-    with pytest.raises(TypeError, match="the generator function .*Job"):
+    with pytest.raises(TypeError, match=r"the generator function .*Job"):
         on_rank(0)(Job())
 
 
@@ -122,6 +122,12 @@ def test_on_rank_goes_below_staticmethod_and_classmethod(order):
 def test_a_rank_is_an_integer(rank):
     with pytest.raises(TypeError, match="on_rank takes a rank"):
         on_rank(rank)
+
+
+def test_a_barrier_of_all_nodes_is_not_for_local_calls():
+    """A node without the listed local rank would skip the barrier that the others wait at."""
+    with pytest.raises(ValueError, match="choose one"):
+        on_rank(0, True, local=True)
 
 
 def test_max_wait_is_a_timedelta():

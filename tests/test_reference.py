@@ -56,7 +56,7 @@ def test_torchrun_that_is_resumed_ends_there_too(spawned, tmp_path):
     train(tmp_path / "run", *torchrun(2, SCRIPT), settings=["training.num_epochs=2"])
     assert train(tmp_path / "run", *torchrun(2, SCRIPT)) == spawned[0]
     assert same(saved(tmp_path / "run"), saved(spawned[1]))
-    text = CONFIG.read_text() + f"# --set {EPOCHS}\n"
+    text = CONFIG.read_text() + f"\n# --set {EPOCHS}\n"
     assert (tmp_path / "run/runs/digits/config.yaml").read_text() == text
     log = (tmp_path / "run/runs/digits/log.txt").read_text()
     assert "step_000000046.pt: epoch 2, step 46" in log

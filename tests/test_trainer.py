@@ -13,10 +13,10 @@ import pytest
 import torch
 from harness import run, torchrun
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from training_job import Points, accuracy, network
 
-from ddp_ref import LearningRateMonitor, TrainerDDP, run_ranks
+from ddp_ref import Checkpoint, LearningRateMonitor, TrainerDDP, run_ranks
 
 LIMIT = timedelta(minutes=4)
 
@@ -330,7 +330,7 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"data": {"type": iter, "args": [[1]]}}, "the data set must have a length"),
+        ({"data": {"type": iter, "args": [[1]]}}, "a data set must have a length"),
         ({"model": {"type": network, "kwargs": {"x": 1}}}, "model cannot be created from its args"),
         ({"data": {"type": Points}}, "data cannot be created from its args and kwargs: .*'size'"),
     ],
@@ -383,16 +383,16 @@ def test_it_stops_early_saves_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"parallel": {"rank": 2}}, r"parallel\.rank is 2, but TrainerDDP got rank 0"),
+        ({"parallel": {"rank": 2}}, r"parallel\.rank is 2, but this process is rank 0"),
         ({"parallel": {"world_size": 2}}, "master"),
-        ({"model": {"type": dict}}, r"model\.type must create an instance of Module, not of dict"),
+        ({"model": {"type": dict}}, r"model\.type must create a Module, not a dict"),
         (
             {"early_stopping": {"type": dict}},
-            r"early_stopping\.type must create an instance of Callback",
+            r"early_stopping\.type must create a Callback",
         ),
         (
             {"callbacks": [{"type": dict}]},
-            r"callbacks\[0\]\.type must create an instance of Callback, not of dict",
+            r"callbacks\[0\]\.type must create a Callback, not a dict",
         ),
     ],
 )
@@ -402,7 +402,7 @@ def test_what_does_not_fit_this_process_is_refused(change, text):
 
 
 def test_a_wrong_rank_is_refused():
-    with pytest.raises(ValueError, match="got rank 1, but this process is rank 0"):
+    with pytest.raises(ValueError, match="rank is 1, but this process is rank 0"):
         TrainerDDP(1, configuration())
 
 
@@ -417,6 +417,32 @@ def test_loaders_of_the_users_own_are_rebuilt():
             loaders = DataLoader(train_set.dataset, 4, shuffle=True), DataLoader(val_set, 4)
         results.append(trainer.run_training(*loaders))
     assert results[0] == results[1]
+
+
+def test_a_signal_saves_where_the_next_run_loads(tmp_path):
+    own = {"type": Checkpoint, "args": [tmp_path / "best"]}
+    trainer = TrainerDDP(0, configuration(path=str(tmp_path / "run")) | {"callbacks": [own]})
+    assert trainer.handler.save_folder == tmp_path / "run"
+
+
+def test_a_validation_stream_is_refused_and_not_left_out():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    trainer = TrainerDDP(0, configuration())
+    train_loader, *_ = trainer.prepare_dataloaders()
+    with pytest.raises(ValueError, match="evaluation needs a data set with a length"):
+        trainer.run_training(train_loader, DataLoader(Stream(), 4))
+
+
+def test_a_fresh_run_warns_of_no_checkpoint(recwarn):
+    cycle = {"type": torch.optim.lr_scheduler.OneCycleLR, "every": "step"}
+    cycle["kwargs"] = {"max_lr": 0.1, "total_steps": 100}
+    settings = {"optimizer_kwargs": {"lr": 0.01, "momentum": 0.8}, "num_epochs": 1}
+    trainer = TrainerDDP(0, configuration(scheduler=cycle, **settings))
+    trainer.run_training(*trainer.prepare_dataloaders()[:2])
+    assert not [w for w in recwarn if "the checkpoint continues with" in str(w.message)]
 
 
 def test_a_scheduler_that_changed_the_rate_is_no_reason_for_a_warning(tmp_path, recwarn):

@@ -44,13 +44,14 @@ def on_rank(
     not communicate: each runs if it lists this rank. Ordinary collectives would deadlock there.
     Without a process group, this process is rank 0 of a world of one.
 
-    A call costs 2 (N - 1) messages per executing rank. The group stays usable after an exception,
-    but perhaps not after mismatched calls. Ranks that wait for different executing ranks detect
-    the mismatch only through the store on rank 0, so not while rank 0 is frozen.
+    A call costs 2 (N - 1) small messages per executing rank. The group stays usable after an
+    exception, but perhaps not after mismatched calls. Ranks that wait for different executing ranks
+    detect the mismatch only through the store on rank 0, so not while rank 0 is frozen.
 
     Args:
         rank: The executing rank, or a list, tuple, set or range of ranks.
         barrier: Add a `dist.barrier()` of the default group, which under nccl waits for the GPUs.
+            Not with `local`.
         broadcast: Return the result of the lowest executing rank on the other ranks too. It is
             pickled, and CUDA tensors in it arrive on the receiver's own device. If it cannot be
             unpickled, the receivers raise.
@@ -67,7 +68,8 @@ def on_rank(
 
     Raises:
         TypeError: If a rank is not an integer, or the function is a generator or coroutine.
-        ValueError: At the call, if `rank` is empty or outside the world.
+        ValueError: If both `barrier` and `local` are set. At the call, if `rank` is empty or
+            outside the world.
         RuntimeError: At the call, if a rank died, or if the ranks are in different calls. Detecting
             different calls may take 15 seconds.
         TimeoutError: At the call, if other ranks have not finished within `max_wait`.
@@ -78,6 +80,8 @@ def on_rank(
     ranks = _as_ranks(rank)
     if max_wait is not None and not (isinstance(max_wait, timedelta) and max_wait > timedelta(0)):
         raise TypeError(f"max_wait must be a timedelta above 0, not {max_wait!r}")
+    if barrier and local:
+        raise ValueError("barrier=True waits for all nodes, local=True for one node: choose one")
 
     def decorate(func: Callable[P, R]) -> Callable[P, R | None]:
         join = functools.partial(_join, _name_of(func), ranks, local, max_wait)
@@ -182,9 +186,7 @@ def _as_ranks(rank: Ranks) -> tuple[int, ...]:
     try:
         return tuple(sorted({operator.index(member) for member in members}))
     except TypeError:
-        raise TypeError(
-            f"on_rank takes a rank, or a list or range of ranks, not {rank!r}"
-        ) from None
+        raise TypeError(f"on_rank takes a rank, a list or a range of ranks, not {rank!r}") from None
 
 
 def _name_of(func: Callable[..., object]) -> str:

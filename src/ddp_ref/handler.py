@@ -63,6 +63,7 @@ class Handler:
         metrics: By name, functions called like `loss_fn`, each a mean over samples, or objects with
             `update(outputs, targets)`, `compute()` and `reset()`, such as those of torchmetrics.
             `compute` is called once per epoch, returns one number and reduces over ranks itself.
+            To resume within an epoch, they need `state_dict` and `load_state_dict`.
         scheduler: A scheduler that steps once per epoch, or `(scheduler, "step")` for one that
             steps after each optimizer step.
         callbacks: Hooks that run during training.
@@ -255,7 +256,11 @@ class Handler:
         return evaluate(self._unwrapped, self.loss_and_metrics, self._val_loader, distributed)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Return the mean loss and metrics over `batches`, on this rank alone (not collective)."""
+        """Return the mean loss and metrics over `batches`, on this rank alone (not collective).
+
+        The `compute` of your own metric objects must then not wait for other ranks. Those of
+        torchmetrics do not.
+        """
         return evaluate(self._unwrapped, self.loss_and_metrics, batches, distributed=False)
 
     def predict(
@@ -407,8 +412,8 @@ class Handler:
 
     @property
     def save_folder(self) -> Path | None:
-        """Where a signal saves; None without a Checkpoint."""
-        return next((c.folder for c in self.callbacks if isinstance(c, Checkpoint)), None)
+        """Where a signal saves: the folder of the last Checkpoint; None without one."""
+        return next((c.folder for c in self.callbacks[::-1] if isinstance(c, Checkpoint)), None)
 
     # Wiring
 
@@ -450,8 +455,13 @@ class Handler:
         self, function: Callable[[Any], Any], data: Any, batch_size: int | None, loader: Any
     ) -> Any:
         batches, distributed = self._shard(data, batch_size, **loader), self.info.distributed
-        with evaluating(self._unwrapped, distributed), self.optimizer_step.autocast():
-            return outputs_in_order(function, batches, self.device, distributed)
+
+        def compute(batch: Any) -> Any:
+            with self.optimizer_step.autocast():  # not around the loader: data sets may compute
+                return function(batch)
+
+        with evaluating(self._unwrapped, distributed):
+            return outputs_in_order(compute, batches, self.device, distributed)
 
     def _shard(self, data: Any, batch_size: int | None = None, **loader: Any) -> DataLoader[Any]:
         shard = {"rank": self.rank, "world_size": self.info.world_size}

@@ -148,6 +148,7 @@ def open_group() -> OpenGroup | None:
             "cannot use its process group: make this call in the rank itself, not in the child"
         )
     if group.side is None:
+        atexit.register(wait_until_gloo_is_idle)
         dist.barrier()  # it has the group's own timeout; new_group would wait for 30 minutes
         side, nodes = dist.new_group(backend="gloo"), [_node()] * group.info.world_size
         dist.all_gather_object(nodes, nodes[0], group=side)
@@ -166,12 +167,10 @@ def _is_env_distributed() -> bool:
 
 
 def _should_open_group(flag: bool | None, launch: LaunchInfo) -> bool:
-    if flag is None:
-        return launch.world_size > 1 and dist.is_available()
+    if flag is None and launch.world_size == 1:
+        return False
     if not dist.is_available():
-        raise RuntimeError(
-            "use_distributed=True, but this torch is built without distributed: use another build"
-        )
+        raise RuntimeError("this torch is built without torch.distributed: use another build")
     if launch.master_addr is None:
         raise RuntimeError(
             f"use_distributed=True, but this launch has no master address ({launch.reason}): start "
@@ -201,6 +200,7 @@ def _initialize_distributed(
         side = rendezvous.run("open the group", lambda: _open_groups(rendezvous, device))
         if device.type == "cuda":
             torch.cuda.set_device(device)  # per thread, and _open_groups ran in another one
+            atexit.register(wait_until_gloo_is_idle)  # not cleanup_ddp: nccl may wait for peers
         else:
             atexit.register(cleanup_ddp)
             if not os.environ.get("OMP_NUM_THREADS"):
@@ -230,6 +230,8 @@ def _open_groups(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGr
         timeout=rendezvous.timeout,
         device_id=device if cuda else None,
     )
+    if rendezvous.given_up.is_set():  # a peer woke up after the main thread had raised
+        dist.destroy_process_group()
     side: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=rendezvous.timeout)
     rendezvous.exchange(None)
     # Rank 0 hosts the store, so it must not go on before the others have read what is in it.
@@ -304,8 +306,8 @@ def _resolve_device(device: torch.device | str) -> torch.device:
     count = getattr(module, "device_count", lambda: 0)()
     if wanted.type == "cpu" or (wanted.index or 0) < count:
         return wanted
-    there = f"{count} {wanted.type} device{'s' if count != 1 else ''}"
-    warnings.warn(f"no device {str(device)!r} (found {there}): using the CPU", stacklevel=2)
+    visible = f"{wanted.type} devices: {count}"
+    warnings.warn(f"no device {str(device)!r} ({visible}): using the CPU", stacklevel=2)
     return torch.device("cpu")
 
 

@@ -52,7 +52,7 @@ class Rendezvous:
         self._master: Any = (launch.master_addr, launch.master_port)
         self._key = (*self._master, os.getpid())
         self._deadline = time.monotonic() + timeout.total_seconds()
-        self._given_up, self._step_over = Event(), Event()
+        self.given_up, self._step_over = Event(), Event()
 
     def run(self, stage: str, step: Callable[[], T]) -> T:
         """Run one step of the opening and return its result, or raise when the time is up.
@@ -74,8 +74,6 @@ class Rendezvous:
             except BaseException as error:  # noqa: BLE001 - raised again in the main thread
                 result.set_exception(error)
             del result  # otherwise frame, exception and traceback form a cycle that holds the store
-            if self._given_up.is_set() and dist.is_initialized():
-                dist.destroy_process_group()  # a peer woke up after the main thread had raised
             self._step_over.set()
 
         try:
@@ -97,7 +95,7 @@ class Rendezvous:
 
     def give_up(self) -> None:
         """Disconnect, and make a step that is still running destroy any group that it opens."""
-        self._given_up.set()
+        self.given_up.set()
         # If its thread returns from C++ while Python exits, the process aborts.
         self._step_over.wait(GRACE)
         if hosts_store(self.launch):
@@ -125,12 +123,13 @@ class Rendezvous:
     def _wait_for(self, keys: list[str]) -> bool:
         """Return whether all `keys` are in the store before the deadline."""
         pause = 0.001
-        while not self.store.check(keys):
-            if time.monotonic() > self._deadline or self._given_up.is_set():
+        while not self.given_up.wait(pause):
+            if self.store.check(keys):
+                return True
+            if time.monotonic() > self._deadline:
                 return False
-            time.sleep(pause)
             pause = min(2 * pause, 0.25)
-        return True
+        raise RendezvousError("the main thread has raised")  # so this rank must not report success
 
     def _missing(self, store: dist.Store) -> list[int]:
         """Return the other ranks that have not reached the current stage."""
@@ -158,9 +157,7 @@ class Rendezvous:
 
     def _late(self, missing: list[int]) -> RendezvousError:
         problem = "the master does not answer"
-        advice = (
-            "check that rank 0, which hosts the store, is running, and that MASTER_PORT is free"
-        )
+        advice = "check that rank 0, which hosts the store, runs, and that MASTER_PORT is free"
         if missing:
             problem = f"rank {', '.join(map(str, missing))} did not {self._stage}"
             advice = "look at its output; it must be running, not frozen, and able to reach rank 0"
@@ -214,7 +211,7 @@ class Rendezvous:
                 return
             except OSError as error:
                 problem = self._failure(f"cannot reach the master: {error}; check MASTER_ADDR")
-                if left < RETRY or self._given_up.is_set():
+                if left < RETRY or self.given_up.is_set():
                     raise problem from error
             if time.monotonic() > warn_at:
                 warnings.warn(f"{problem}; still trying", stacklevel=2)

@@ -4,10 +4,12 @@ In the file, `!pyobject torch.optim.AdamW` names a Python object. Only names on 
 resolved, so a file cannot run arbitrary code.
 """
 
-import pkgutil
+import importlib
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -87,13 +89,14 @@ def get_loader(allow: Sequence[str] = ALLOW) -> type:
         raise ImportError("configurations need PyYAML: pip install PyYAML") from error
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
             keys = [(key.tag, key.value) for key, _ in node.value]
             for number, key in enumerate(keys):
                 if key in keys[:number]:
                     line = node.value[number][0].start_mark.line + 1
                     raise ValueError(f"line {line}: the key {key[1]} occurs twice: remove one")
-            return super().construct_mapping(node, deep)
+            return node
 
     def construct(loader: Any, node: Any) -> Any:
         name = loader.construct_scalar(node)
@@ -111,27 +114,31 @@ def get_loader(allow: Sequence[str] = ALLOW) -> type:
 
 def resolve(name: str, allow: Sequence[str] = ALLOW) -> Any:
     """Return the object with the dotted `name`, or raise ValueError if it is not allowed."""
-    allow = (*allow, PACKAGE)
-    parts = re.split("[.:]", name.removeprefix("__main__."))
-    if not _under(name, allow) or any(part.startswith("_") for part in parts):
-        raise ValueError(
-            f"only public names under {', '.join(allow)} are allowed: {_allow_hint(name)}"
-        )
+    allowed = (*allow, PACKAGE)
+    start = next((prefix for prefix in allowed if _under(name, [prefix])), "")
+    parts = name.removeprefix(start).split(".")[1:]
+    if not start or not parts or any(p.startswith("_") or not p.isidentifier() for p in parts):
+        raise _not_allowed(name, allow)
     try:
-        value = pkgutil.resolve_name(name)
+        value: Any = importlib.import_module(start)
+        for part in parts:
+            if isinstance(value, ModuleType) and not hasattr(value, part):
+                importlib.import_module(f"{value.__name__}.{part}")
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(str(error)) from error
     home = _home(value)
-    if not _under(home, allow):
-        raise ValueError(
-            f"it is defined in {home}, but only {', '.join(allow)} are allowed: {_allow_hint(home)}"
-        )
+    if not _under(home, allowed):
+        raise _not_allowed(home, allow)
     _check_kind(value, home)
     return value
 
 
-def _allow_hint(name: str) -> str:
-    return f'if you trust it, pass allow=("torch", "__main__", "{name.split(".")[0]}")'
+def _not_allowed(name: str, allow: Sequence[str]) -> ValueError:
+    top = name.split(".")[0]
+    known = top in sys.stdlib_module_names or top in allow
+    way_out = "call it in a function of yours" if known else f"pass allow={[*allow, top]}"
+    return ValueError(f"{name} is not a public part of {', '.join(allow)}: {way_out}")
 
 
 def _under(name: str, prefixes: Sequence[str]) -> bool:
@@ -152,7 +159,8 @@ def _set(config: Any, name: str, value: Any) -> None:
 
 def _home(value: Any) -> str:
     """Return the name of the module in which `value` is defined."""
-    home = getattr(value, "__module__", None) or type(value).__module__
+    home = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+    home = home or type(value).__module__
     return "__main__" if home == "__mp_main__" else home  # spawn's name for the main module
 
 
@@ -163,8 +171,8 @@ def _check_kind(value: Any, home: str) -> None:
         is_part = issubclass(kind, PARTS) and _under(home, TORCH)
         if not (is_part or home == F.__name__ or isinstance(value, torch.dtype)):
             raise ValueError(
-                "from torch, only modules, optimizers, schedulers, data sets, functions of "
-                f"{F.__name__} and dtypes are allowed: call anything else in a function of yours"
+                "from torch, only modules, optimizers, schedulers, data sets, dtypes and functions "
+                f"that {F.__name__} defines are allowed: call others in a function of yours"
             )
     if _under(home, [PACKAGE]) and not issubclass(kind, Callback):
         raise ValueError("from this package, only callbacks are allowed")

@@ -79,21 +79,17 @@ def _check_together(config: Mapping[str, Any]) -> None:
     if "loss_std" in config["metrics"]:
         raise ValueError("a metric cannot be named loss_std, a reserved name: choose another name")
     device = config["training"]["device"]
-    for name, report in (("training", ""), ("validation", "validator"), ("testing", "tester")):
+    for name, report in (("validation", "validator"), ("testing", "tester")):
         section = config[name]
-        if section["prefetch_factor"] is not None and not section["num_workers"]:
-            raise ValueError(f"{name}.prefetch_factor needs num_workers above 0, not 0")
-        if report and section["data"] and section["fraction"] is not None:
+        if section["data"] and section["fraction"] is not None:
             raise ValueError(f"{name} has both data and fraction: remove one of them")
-        if report and section[report]["device"] not in (None, device):
+        if section[report]["device"] not in (None, device):
             raise ValueError(f"{name}.{report}.device must be training.device, {device!r}")
 
 
 def _count(least: int = 1, default: Any = REQUIRED, most: int = 2**31 - 1) -> Rule:
-    def accepts(value: Any) -> bool:
-        return type(value) is int and least <= value <= most
-
-    return Rule(f"an integer from {least} to {most}", accepts, default)
+    words = f"an integer from {least} to {most}"
+    return Rule(words, lambda value: type(value) is int and least <= value <= most, default)
 
 
 def _number(allowed: str, accepts: Callable[[float], bool]) -> Rule:
@@ -112,14 +108,11 @@ def _function(default: Any = None) -> Rule:
     return Rule("a function, by !pyobject", callable, default)
 
 
-def _is_count_or_none(value: Any) -> bool:
-    return value is None or _count().accepts(value)
-
-
 def _is_named(value: Any) -> bool:
     return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
 
 
+COUNT = _count()
 TEXT = Rule("a string", lambda value: isinstance(value, str), None)
 LIST = Rule("a list", lambda value: isinstance(value, list), [])
 KWARGS = Rule("a mapping of names", _is_named, {})
@@ -156,26 +149,30 @@ PARALLEL: Keys = {
     "output_device": Rule("left out (ranks use their own device)", lambda v: False, None),
     "find_unused_parameters": _flag(None),
 }
-TRAINING: Keys = LOADING | {
+HANDLER: Keys = {  # of "training", and arguments of Handler
     "seed": _count(0, 0, most=2**63 - 1),
-    "device": DEVICE,
-    "path": TEXT,
-    "num_epochs": _count(),
-    "batch_size": _count(),
-    "optimizer_type": TYPE,
-    "optimizer_args": LIST,
-    "optimizer_kwargs": KWARGS,
-    "scheduler": Section(OBJECT | {"every": _one_of("epoch", "step")}, None),
-    "collate_fn": _function(),  # of validation and testing as well
     "forward": _function(),
     "count": _function(),
-    "drop_last": _flag(False),
-    "checkpoint_at": Rule("epochs, or null to save only at the end", _is_count_or_none, 1),
     "accumulate": _count(1, 1),
     "clip_norm": _number("a number above 0", lambda value: value > 0),
     "precision": _one_of("fp32", "bf16", "fp16"),
     "on_nonfinite": _one_of("raise", "skip"),
     "sync_every": _count(1, 10),
+}
+TRAINING: Keys = {
+    **LOADING,
+    **HANDLER,
+    "device": DEVICE,
+    "path": TEXT,
+    "num_epochs": COUNT,
+    "batch_size": COUNT,
+    "optimizer_type": TYPE,
+    "optimizer_args": LIST,
+    "optimizer_kwargs": KWARGS,
+    "scheduler": Section(OBJECT | {"every": _one_of("epoch", "step")}, None),
+    "collate_fn": _function(),  # of validation and testing as well
+    "drop_last": _flag(False),
+    "checkpoint_at": Rule("epochs, or null", lambda v: v is None or COUNT.accepts(v), 1),
 }
 CONFIG = Section(
     {

@@ -19,12 +19,8 @@ from ..randomness import seed_everything
 from ..training.callbacks import Callback, Checkpoint, EarlyStopping
 from ..training.data import eval_loader, length_of, length_or_none, train_loader
 from ..training.run_folder import LOG_FORMAT
-from .schema import DEFAULT_STOPPING, check_config
+from .schema import DEFAULT_STOPPING, HANDLER, check_config
 
-HANDLER = (  # keys of "training" that are also arguments of Handler
-    *("seed", "forward", "count", "accumulate", "clip_norm", "precision", "on_nonfinite"),
-    "sync_every",
-)
 FRACTION = 0.1  # share of the data for validation, and for testing, by default
 
 
@@ -103,10 +99,10 @@ class TrainerDDP:
         """Train to the end, starting from the newest checkpoint in `training.path`, if any.
 
         Args:
-            train_loader: The training loader from `prepare_dataloaders`, or any that
-                `Handler.set_train_loader` takes.
-            val_loader: The validation loader from `prepare_dataloaders`, or any that
-                `Handler.set_val_loader` takes. If it is empty, nothing is validated.
+            train_loader: The training loader from `prepare_dataloaders`, or another one of data
+                with a length, as `Handler.set_train_loader` takes it.
+            val_loader: The validation loader from `prepare_dataloaders`, or another one, as
+                `Handler.set_val_loader` takes it. If it is empty, nothing is validated.
 
         Returns:
             The results of training and of validation, one dict per epoch, with "loss" and the
@@ -119,7 +115,7 @@ class TrainerDDP:
         """
         handler, path = self.handler, self.config["training"]["path"]
         handler.train_loader = train_loader
-        handler.val_loader = val_loader if length_or_none(val_loader.dataset) else None
+        handler.val_loader = None if length_or_none(val_loader.dataset) == 0 else val_loader
         if path is not None:
             handler.load(path)
             self._check_checkpoint_fits(length_or_none(train_loader.dataset))
@@ -135,7 +131,7 @@ class TrainerDDP:
         self._criterion.losses.clear()
         results = self.handler.evaluate(test_loader)
         results["loss_std"] = self._criterion.spread(together=False)
-        self.handler.log(_in_words("Test", results["loss"], results["loss_std"]))
+        self.handler.log(f"Test: loss={results['loss']:.3f} ± {results['loss_std']:.3f}")
         return results
 
     def _check_checkpoint_fits(self, samples: int | None) -> None:
@@ -147,8 +143,8 @@ class TrainerDDP:
                 f"there are {samples}, so test items could be trained on: use the same data and "
                 "fractions, or another training.path"
             )
-        group = self.handler.optimizer.param_groups[0]
-        for name, value in self.config["training"]["optimizer_kwargs"].items():
+        group, wanted = self.handler.optimizer.param_groups[0], self.config["training"]
+        for name, value in wanted["optimizer_kwargs"].items() if self.handler.step else ():
             # A scheduler changes the value, and keeps the initial one under another name.
             saved = group.get(f"initial_{name}", group.get(name, value))
             if saved != value and self.info.rank == 0:
@@ -228,7 +224,7 @@ class _RecordedCriterion(Callback):
             spreads = handler.history.setdefault("val_loss_std", [])
             spreads += [math.nan] * (len(handler.val_losses) - 1 - len(spreads)) + [spread]
         if handler.val_loader:
-            handler.log(_in_words("Validation", handler.val_losses[-1], spread))
+            handler.log(f"Validation: loss={handler.val_losses[-1]:.3f} ± {spread:.3f}")
 
     def spread(self, together: bool) -> float:
         """Return the standard deviation of the recorded losses; if `together`, over all ranks.
@@ -242,25 +238,18 @@ class _RecordedCriterion(Callback):
         return (means["square"] - means["loss"] ** 2).clamp(min=0).sqrt().item()
 
 
-def _in_words(what: str, loss: float, spread: float) -> str:
-    return f"{what}: loss={loss:.3f} ± {spread:.3f}"
-
-
 def _build(name: str, section: Mapping[str, Any], *first: Any, kind: type = object) -> Any:
     try:
         made = section["type"](*first, *section["args"], **section["kwargs"])
     except TypeError as error:
         raise TypeError(f"{name} cannot be created from its args and kwargs: {error}") from error
     if not isinstance(made, kind):
-        expected = f"an instance of {kind.__name__}"
-        raise ValueError(f"{name}.type must create {expected}, not of {type(made).__name__}")
+        raise ValueError(f"{name}.type must create a {kind.__name__}, not a {type(made).__name__}")
     return made
 
 
 def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInfo:
     """Open the group unless it is open, and check that it is the one in the configuration."""
-    if parallel["rank"] not in (None, rank):
-        raise ValueError(f"parallel.rank is {parallel['rank']}, but TrainerDDP got rank {rank}")
     seconds, world_size = parallel["timeout"], parallel["world_size"]
     timeout = None if seconds is None else timedelta(seconds=seconds)
     place: dict[str, Any] = {}
@@ -268,8 +257,9 @@ def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInf
         place = {n: parallel[n] for n in ("world_size", "master_addr", "master_port")}
         place["rank"] = rank
     info = initialize_ddp(timeout, backend="gloo" if device == "cpu" else None, **place)
-    if rank != info.rank:
-        raise ValueError(f"TrainerDDP got rank {rank}, but this process is rank {info.rank}")
+    for name, given in (("rank", rank), ("parallel.rank", parallel["rank"])):
+        if given not in (None, info.rank):
+            raise ValueError(f"{name} is {given}, but this process is rank {info.rank}")
     if world_size not in (None, info.world_size):
         raise ValueError(
             f"parallel.world_size is {world_size}, but the launcher started {info.world_size}: "

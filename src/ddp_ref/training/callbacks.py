@@ -67,6 +67,7 @@ class EarlyStopping(Callback):
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
 
     def on_train_start(self) -> None:
+        _check_monitor(self.handler, self.monitor)
         if self.handler.epoch:  # the run that saved may have stopped early
             self.on_epoch_end()
 
@@ -96,7 +97,8 @@ class Checkpoint(Callback):
     """Save checkpoints into `folder` during training, and once more at the end.
 
     Rank 0 writes the files, which are named by the optimizer step: step_000000120.pt. `Handler`
-    also saves here when a signal ends training. `Handler.load(folder)` loads the newest file.
+    also saves here when a signal ends training (with several, in the folder of the last one).
+    `Handler.load(folder)` loads the newest file.
 
     Args:
         folder: Where to save.
@@ -123,12 +125,13 @@ class Checkpoint(Callback):
         _check_mode(mode)
         numbers = {"every_epochs": every_epochs, "every_steps": every_steps, "keep": keep}
         for name, number in numbers.items():
-            if number is not None:
+            if number is not None or name == "keep":
                 check_count(name, number)
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_epochs, self.every_steps, self.keep = every_epochs, every_steps, keep
 
     def on_train_start(self) -> None:
+        _check_monitor(self.handler, self.monitor)
         self._saved = self._now()
         if self.handler.rank == 0:
             remove_temporary_files(self.folder)
@@ -204,6 +207,12 @@ class ProgressBar(Callback):
 def _check_mode(mode: str) -> None:
     if mode not in ("min", "max"):
         raise ValueError(f'mode must be "min" or "max", not {mode!r}')
+
+
+def _check_monitor(handler: Any, name: str | None) -> None:
+    """Warn at the start if `name` needs validation data and there is none."""
+    if handler.val_loader is None and name in {f"val_{n}" for n in ("loss", *handler.metrics)}:
+        warnings.warn(f"monitor={name!r} will fail without a validation set", stacklevel=2)
 
 
 def _monitored(handler: Any, name: str) -> Sequence[float]:

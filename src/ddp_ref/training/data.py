@@ -117,8 +117,12 @@ def eval_loader(
     rank, world_size = _shard(rank, world_size)
     changing = [n for n in ("shuffle", "sampler", "batch_sampler", "drop_last") if loader.get(n)]
     if changing:
+        raise ValueError(f"evaluation uses all items in order: leave out {', '.join(changing)}")
+    dataset = _data_of(data)
+    if isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"evaluation uses each item once and in order: leave out {', '.join(changing)}"
+            "evaluation needs a data set with a length, and an IterableDataset has none: "
+            "make a list of its items"
         )
     if isinstance(data, DataLoader):
         whole = SequentialSampler, ShardSampler, TrainSampler, DistributedSampler
@@ -129,12 +133,6 @@ def eval_loader(
             )
         loader, batch_size = _options_of(data) | loader, batch_size or data.batch_size
         loader["drop_last"] = False
-    dataset = _data_of(data)
-    if isinstance(dataset, IterableDataset):
-        raise ValueError(
-            "evaluation needs a data set with a length, and an IterableDataset has none: "
-            "make a list of its items"
-        )
     check_count("batch_size", batch_size)
     loader["sampler"] = ShardSampler(length_of(dataset), rank=rank, world_size=world_size)
     return Loader(dataset, batch_size=batch_size, **loader)
@@ -148,9 +146,7 @@ def length_of(dataset: Any) -> int:
             "one here, and call evaluate or predict for the others in a Callback"
         )
     if (length := length_or_none(dataset)) is None:
-        raise ValueError(
-            f"the data set must have a length: add __len__ to {type(dataset).__name__}"
-        )
+        raise ValueError(f"a data set must have a length: add __len__ to {type(dataset).__name__}")
     return length
 
 
@@ -169,7 +165,7 @@ def check_same(**numbers: int | None) -> None:
         if len(passed := {str(other[what]) for other in every}) > 1:
             raise ValueError(
                 f"all ranks must have the same data, but this rank has {number} {what} (all ranks: "
-                f"{' or '.join(sorted(passed))}): seed random data alike, and read only complete files"
+                f"{' or '.join(sorted(passed))}): seed random data alike, read only complete files"
             )
 
 
@@ -209,9 +205,8 @@ def _data_of(data: Any) -> Any:
 
 def _is_shuffle(sampler: Any) -> bool:
     """Say whether `sampler` is what DataLoader(shuffle=True) makes: all items, each once."""
-    if type(sampler) is not RandomSampler or sampler.replacement:
-        return False
-    return sampler.num_samples == len(sampler.data_source)
+    plain = type(sampler) is RandomSampler and not sampler.replacement
+    return plain and sampler.num_samples == len(sampler.data_source)
 
 
 def _already_collated(batch: Any) -> Any:

@@ -23,9 +23,7 @@ class Loader(DataLoader[Any]):
         self.has_own_generator = options.get("generator") is not None
         if options.get("num_workers"):
             from_main = threading.current_thread() is threading.main_thread()
-            options["worker_init_fn"] = partial(
-                _start_worker, options.get("worker_init_fn"), from_main
-            )
+            options["worker_init_fn"] = partial(_start, options.get("worker_init_fn"), from_main)
         if not self.has_own_generator:
             options["generator"] = torch.Generator()  # for the seeds of the workers
         super().__init__(dataset, **options)
@@ -38,7 +36,7 @@ class Loader(DataLoader[Any]):
         return batches
 
 
-def _start_worker(then: Callable[[int], None] | None, from_main: bool, worker_id: int) -> None:
+def _start(then: Callable[[int], None] | None, from_main: bool, worker_id: int) -> None:
     """Ignore SIGTERM and SIGUSR1, exit when the rank exits, and call the worker_init_fn `then`."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -64,6 +65,9 @@ class RunningSums:
             total += value.to(total.device)
         for name, saved in state["objects"].items() if with_objects else ():
             self.objects[name].load_state_dict(move(saved, self.totals[0].device))
+        if self.count and (lost := self.objects.keys() - state["objects"].keys()):
+            what = "metrics without a state_dict cover only the rest of this epoch"
+            warnings.warn(f"{what}: {', '.join(sorted(lost))}", stacklevel=2)
 
 
 class LossAndMetrics:
@@ -172,6 +176,4 @@ def _float64_copy(name: str, value: Any, device: torch.device) -> Tensor:
         return number.reshape(()) if number.dim() else number
     except (TypeError, RuntimeError, ValueError) as error:
         what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(
-            f"{name} must be one number, such as a mean over samples, not {what}"
-        ) from error
+        raise ValueError(f"{name} must be one number, such as a mean, not {what}") from error

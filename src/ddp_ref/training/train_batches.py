@@ -68,12 +68,12 @@ class TrainBatches:
                 "data and sampler, or load a checkpoint from the end of an epoch"
             )
         state.data = data
+        if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
+            seed = seed_from(self.handler.seed, state.epoch, self.handler.rank)
+            self.loader.generator.manual_seed(seed)  # of a plain sampler, and of the workers
         if self._sampler:
             self._sampler.set_epoch(state.epoch, state.samples_seen)
             return True
-        if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
-            seed = seed_from(self.handler.seed, state.epoch, self.handler.rank)
-            self.loader.generator.manual_seed(seed)
         outer = self.loader.batch_sampler
         for sampler in (self.loader.sampler, outer, getattr(outer, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):

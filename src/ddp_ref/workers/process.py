@@ -104,7 +104,7 @@ class Worker:
             except (EOFError, OSError):
                 return self._end(request)
             raised_at, value = pickle.loads(packed)
-        except Exception as error:  # noqa: BLE001 - unpickling runs the user's code
+        except BaseException as error:  # noqa: BLE001 - unpickling runs the user's code
             text = f"the result of {self.name} cannot be unpickled: {error!r}; return plain data"
             return Failure(TypeError(text), time.monotonic())
         if raised_at is None:
