@@ -81,7 +81,7 @@ def main():
     parser.add_argument("--config", required=True, help="a YAML file, scripts/configs/digits.yaml")
     parser.add_argument("--nproc", type=int, help="processes to start here, else the launcher's")
     parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], help="settings, each KEY=VALUE"
+        "--set", nargs="+", action="extend", default=[], help="KEY=VALUE: training.batch_size=64"
     )
     args = parser.parse_args()
     try:

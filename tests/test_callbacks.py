@@ -154,7 +154,7 @@ def test_checkpoints_are_kept_and_the_best_of_them(tmp_path):
         assert names("epochs") == ["best.pt", *(f"step_{number:09}.pt" for number in numbers)]
         best = job(12, 2)
         best.load(folder / "best.pt")
-        assert best.epoch == 2 and best.history["val_loss"] == [3, 1]
+        assert best.epoch == 2 and best.history["replayed"] == [3, 1]
 
         keeper = Checkpoint(tmp_path / "steps", every_epochs=None, every_steps=2, keep=9)
         handler = job(12, 2, callbacks=[keeper])
