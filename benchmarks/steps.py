@@ -1,22 +1,23 @@
-"""A training step of `Handler`, and of four others, against a raw DDP loop.
+"""A training step of `Handler`, and of four other libraries, against a raw DDP loop.
 
-All have the same model, data, order and processes: two ranks of one thread on the CPU, batches of
-32 from a `TensorDataset`. Each way has a model of its own, which starts and ends with the same
-weights as the raw loop's, bit for bit, or the benchmark fails. accelerate is given the raw loop's
-loader: one that it has prepared would deal the data otherwise. The two models are made for steps of
-about 2 ms and 6 ms; the tables say what they took here.
+All of them train the same model on the same data, in the same order and in the same two processes:
+two ranks with one thread each on the CPU, with batches of 32 from a `TensorDataset`. Each way has
+its own copy of the model. The benchmark fails unless all copies end with the same weights as the
+raw loop's, bit for bit. accelerate gets the raw loop's loader, because a loader that it prepares
+would shard the data differently. The two models are sized for steps of about 2 ms and 6 ms; the
+tables show what the steps took on this machine.
 
-The ways take turns of ten steps in the same two processes. Where these find their place in memory
-makes one way faster and another slower for as long as they live. So they are started anew at least
-twelve times, and up to twelve times more while the control, looked at after each, reaches as far as
-the goal. An interval is drawn from these launches, each as a whole.
+The ways take turns of ten steps in the same two processes. Where a process places its memory makes
+one way faster and another slower for as long as the process lives. So the processes are started at
+least twelve times, and up to twelve times more until the control is narrower than the goal. The
+intervals are bootstrapped over these launches.
 
-Not all do the same work. `Handler` looks up the samples of a batch at once, the others' loader one
-after another; a raw loop that looks them up at once as well tells the two apart. The lead over
-Fabric and ignite on the small step comes from there: beside that loop, `Handler` takes as much more
-as they take beside theirs. `Handler` also keeps the loss, and exchanges it every ten steps, during
-the step that follows. Lightning's and ignite's loops do what they do by default besides training;
-logging, progress bars and checkpoints are off.
+The ways do not all do the same work. `Handler` looks up the samples of a batch in one call. The
+loader that the others use looks them up one by one. So there is also a raw loop, and a Fabric loop,
+that look up batches at once: compare `Handler` with that raw loop to see its own overhead.
+`Handler` also records the loss, and all ranks share it every ten steps while the next step runs.
+Lightning's and ignite's loops do what they do by default besides training. Logging, progress bars
+and checkpoints are off.
 """
 
 import logging
