@@ -39,7 +39,7 @@ from turns import Tick, Ticks, steps_of, take_turns
 
 from ddp_ref import Handler, initialize_ddp, run_ranks
 
-ROUNDS, RANKS, LAUNCHES = 2400, 2, 12
+ROUNDS, RANKS, LAUNCHES = 600, 2, 12
 MOST = 2  # times the launches: more are made until the control is narrow enough, but no more
 BATCH, FEATURES, CLASSES = 32, 16, 10
 WIDTHS = {"a small step (five layers, 64 wide)": 64, "a larger step (five layers, 384 wide)": 384}
