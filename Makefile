@@ -17,6 +17,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 CLIENTS := $(VENV)-clients
+FAKEGPU := build/fakegpu$(INTERPRETER:%=-%)
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
 CLUSTER := scripts/slurm/local_cluster.sh
@@ -32,7 +33,7 @@ PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
 unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile the package again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-torch test-clients test-mutants test-coverage test-docs test-notebooks test-site test-slurm drill bench lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-torch test-clients test-mutants test-coverage test-docs test-notebooks test-site test-slurm fakegpu test-fakegpu gpu-report drill bench lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='--epochs 5'] [PYTHON=python3.12] [TORCH=2.8.0] [PIP_ARGS=...]"
@@ -129,6 +130,16 @@ test-site: $(READY)  ## load every page of the site in a browser: needs Chromium
 
 test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 12 minutes
 	$(BIN)/python -m pytest -m slurm -n 3 $(ARGS)
+
+fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a GPU (0.6 GB, Linux)
+	tests/fakegpu/build.sh $(FAKEGPU) $(BIN)/python
+
+test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 5 minutes
+	@for gpus in 1 2 4; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
+		$(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/test_fakegpu.py $(ARGS) || exit 1; done
+
+gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md; installs nothing
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
 drill: $(READY)  ## break a job ROUNDS times, drawn from SEED, and see it end right; srun after slurm-up
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)

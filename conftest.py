@@ -27,7 +27,8 @@ def pytest_unconfigure() -> None:
 
 def pytest_report_header() -> str:
     """Say at the top of a run which torch it tests; pytest itself names the Python."""
-    return f"torch: {version('torch')}"
+    fake = os.environ.get("FAKE_GPUS")
+    return f"torch: {version('torch')}" + (f" on {fake} fake GPUs" if fake else "")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,8 +31,8 @@ NAMES = (
     "scaling",
     "knobs",
     "finale",
-    "gpu",
 )
+WITH_GPUS = "gpu"  # only if it is named: make gpu-report
 PEERS = "accelerate", "lightning", "ignite"  # what make bench installs
 BUSY = 0.3  # other programs' share of a core from which a warning is due
 
@@ -43,7 +43,7 @@ def main() -> None:
     if (load := os.getloadavg()[0]) > BUSY:
         print(f"warning: the load is {load:.1f}: ratios are for an otherwise idle machine")
     for name in args.names:
-        with nullcontext() if name == "gpu" else no_gpus():
+        with nullcontext() if name == WITH_GPUS else no_gpus():
             run(importlib.import_module(name), args.rounds, args.markdown)
 
 
@@ -56,11 +56,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}, gpu")
     parser.add_argument("--rounds", type=int, help="how many (each benchmark's own number)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables there too")
     args = parser.parse_args()
-    if unknown := set(args.names) - set(NAMES):
+    if unknown := set(args.names) - {*NAMES, WITH_GPUS}:
         parser.error(f"there is no benchmark {', '.join(sorted(unknown))}: {', '.join(NAMES)}")
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {args.rounds}")

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from side_by_side import AGAIN, Row, compare
-from steps import OURS, RAW, check_equal, loader_at_once
+from steps import OURS, RAW, TOLERANCE, check_equal, loader_at_once
 from tables import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -58,7 +58,7 @@ def times_on_rank(
     models = {name: make_model() for name in makers}
     ways = {name: partial(way, char_gpt, models[name], data) for name, way in makers.items()}
     times = take_turns(ways, rounds)
-    check_equal(models, make_model())
+    check_equal(models, make_model(), *TOLERANCE[device])
     return times
 
 

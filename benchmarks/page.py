@@ -1,12 +1,11 @@
 """A page of which a program writes a part, between two marks; and what it was measured on."""
 
+import os
 import platform
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import psutil
 
 
 def put_between(page: Path, begin: str, end: str, text: str) -> None:
@@ -28,7 +27,7 @@ def machine(packages: Sequence[str]) -> str:
     """Return what it was measured on and when, with the versions of the `packages` there are."""
     from ddp_ref.environment import available_cores  # mp.spawn's processes load this module
 
-    memory = psutil.virtual_memory().total / 2**30
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     system = f"{platform.system()} {platform.machine()}, {processor()}"
     cores = f"{available_cores()} cores, {memory:.0f} GiB"
     python = f"Python {platform.python_version()}"

@@ -62,11 +62,14 @@ class Turns:
         order = [draw.sample(names, len(names)) for _ in range(WARM_UP + rounds)]
         self._whose = deque(name for each in order for name in each)
         self._steps, self._failed, self._changed = steps_of(rounds), False, Condition()
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.times: dict[str, list[float]] = {name: [] for name in names}
 
     def play(self, name: str, way: Training) -> None:
         """Run a way, which waits in each call of what it is given until it has its turn again."""
         torch.set_num_threads(1)  # of this thread
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # of this thread, too
         steps, start = 0, 0.0
 
         def tick() -> None:
@@ -74,7 +77,7 @@ class Turns:
             steps += 1
             if steps % GROUP:
                 return
-            if torch.cuda.is_initialized():
+            if self._gpu is not None:
                 torch.cuda.synchronize()  # what was only asked for is not done
             self.times[name].append((perf_counter() - start) / GROUP)
             if steps < self._steps:  # the last turn lasts to the end, which may be collective

@@ -50,6 +50,7 @@ docs/slurm
 :hidden:
 :caption: To look up
 
+docs/gpu
 docs/troubleshooting
 docs/scripts
 docs/reference

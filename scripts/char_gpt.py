@@ -20,7 +20,15 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import TensorDataset
 
-from ddp_ref import Callback, Handler, broadcast_object, cleanup_ddp, detect_launch, initialize_ddp
+from ddp_ref import (
+    Callback,
+    Handler,
+    broadcast_object,
+    cleanup_ddp,
+    detect_launch,
+    initialize_ddp,
+    reduce_min,
+)
 
 # Data: text -> numbers -> rows
 
@@ -160,10 +168,11 @@ def rate(step, steps):
 
 
 def pick_precision(device):
-    """Return the fastest precision that the GPU computes in; on the CPU, full."""
+    """Return the fastest precision that every rank's GPU has; on the CPU, fp32 (collective)."""
     if device.type == "cpu":
         return "fp32"
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if reduce_min({"bf16": has_bf16})["bf16"] else "fp16"
 
 
 class Report(Callback):
@@ -217,10 +226,8 @@ def train(rank, args, port):
         seed=args.seed,
         run_dir=args.run_dir,
     )
-    on_gpu = info.device.type == "cuda"
-    train_set = pairs(train_rows[: steps * effective_batch])
-    handler.set_train_loader(train_set, args.batch_size, pin_memory=on_gpu)
-    handler.set_val_loader(pairs(val_rows), args.batch_size, pin_memory=on_gpu)
+    handler.set_train_loader(pairs(train_rows[: steps * effective_batch]), args.batch_size)
+    handler.set_val_loader(pairs(val_rows), args.batch_size)
     handler.load(args.run_dir)
     if info.rank == 0:
         size = sum(weight.numel() for weight in weights)

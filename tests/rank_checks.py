@@ -34,7 +34,7 @@ def run_checks(namespace: dict[str, Any]) -> None:
     if "--foreign" in sys.argv:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     else:
-        initialize_ddp(TIMEOUT)
+        initialize_ddp(TIMEOUT, use_distributed=True)
     results = Path(f"rank{dist.get_rank()}.json")
     done: dict[str, str] = {}
     for name in _names(namespace):

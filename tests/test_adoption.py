@@ -212,18 +212,3 @@ def test_the_best_checkpoint_is_the_lowest_or_the_highest(tmp_path, mode, best):
     assert handler.epoch == best
     with pytest.raises(ValueError, match='mode must be "min" or "max", not \'least\''):
         Checkpoint(tmp_path, mode="least")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_adagrad_on_a_gpu_and_a_checkpoint_for_any_machine(tmp_path):
-    model = network()
-    optimizer = torch.optim.Adagrad(model.parameters())
-    handler = Handler(model, optimizer, nn.functional.cross_entropy, device="cuda")
-    handler.set_train_loader(adoption_checks.Points(20), 3)
-    handler.train(1)
-    assert all(state["sum"].device.type == "cuda" for state in optimizer.state.values())
-    handler.save(tmp_path / "a.pt")
-    saved = torch.load(tmp_path / "a.pt", weights_only=True)  # no map_location
-    parts = [*saved["model"].values(), *(s["sum"] for s in saved["optimizer"]["state"].values())]
-    assert all(part.device.type == "cpu" for part in parts)

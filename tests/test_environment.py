@@ -230,18 +230,21 @@ def test_ports_of_steps():
     assert (both.master_addr, both.master_port) == ("n4", 4321)
 
 
-def test_cores_per_rank():
+def test_cores_per_rank(monkeypatch):
     """A rank's share is what is there by the ranks here; under Slurm, what the task asked for."""
     cores = available_cores()
     assert 1 <= cores <= os.cpu_count()
+    monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert cores_per_rank(detect_launch({})) == cores
     assert cores_per_rank(detect_launch(TORCHRUN)) == max(1, cores // 4)
     step = detect_launch(STEP | {"SLURM_NODEID": "0"})  # two tasks on this node
-    assert cores_per_rank(step, {}) == max(1, cores // 2)
-    assert cores_per_rank(step, {"SLURM_CPUS_PER_TASK": "1"}) == 1
-    assert cores_per_rank(step, {"SLURM_CPUS_PER_TASK": "9999"}) == cores
+    assert cores_per_rank(step) == max(1, cores // 2)
+    for asked, share in (("1", 1), ("9999", cores)):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", asked)
+        assert cores_per_rank(step) == share
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "all")
     with pytest.raises(ValueError, match="SLURM_CPUS_PER_TASK must be an integer, not 'all'"):
-        cores_per_rank(step, {"SLURM_CPUS_PER_TASK": "all"})
+        cores_per_rank(step)
 
 
 HOSTLISTS = [

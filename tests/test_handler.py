@@ -643,17 +643,3 @@ def test_gradients_are_unscaled_before_they_are_clipped():
         weights.append(flat(handler.model))
     assert torch.allclose(*weights, atol=1e-6)
     assert not torch.allclose(weights[0], flat(network()), atol=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_precisions_on_a_gpu(precision, tmp_path):
-    handler = job(200, 10, precision=precision, device="cuda", clip_norm=1.0)
-    handler.set_val_loader(Points(50), 10)
-    handler.train(3)
-    handler.save(tmp_path / "a.pt")
-    assert handler.train_losses[-1] < handler.train_losses[0] / 2
-    resumed = job(200, 10, precision=precision, device="cuda", clip_norm=1.0)
-    resumed.load(tmp_path / "a.pt")
-    assert torch.equal(flat(resumed.model), flat(handler.model))

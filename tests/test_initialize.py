@@ -589,23 +589,6 @@ def test_ranks_agree_on_the_device():
     assert _agree_on_device(TWO, ["a", "b"], "nccl") == _pick_device(0)
 
 
-@pytest.mark.gpu
-def test_one_rank_a_gpu(tmp_path):
-    """nccl with the GPUs there are; one rank more, and all are on the CPU with one line."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    gpus = torch.cuda.device_count()
-    body = "show(initialize_ddp(use_distributed=True)); print(dist.get_backend()); cleanup_ddp()"
-    for nproc in (gpus, gpus + 1):
-        folder = tmp_path / str(nproc)
-        folder.mkdir()
-        text = body if nproc > gpus else body.replace("show", "print")
-        result = run(*torchrun(nproc, script(folder, text)), cwd=folder)
-        assert result.code == 0, result.stderr
-        assert result.stdout.count("gloo" if nproc > gpus else "nccl") == nproc
-        assert result.stderr.count("running on the CPU") == (nproc > gpus)
-
-
 @no_gpu
 def test_device_that_is_not_there():
     assert _pick_device(3) == CPU

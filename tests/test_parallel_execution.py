@@ -329,22 +329,6 @@ def test_data_parallel_takes_a_module_and_a_function(monkeypatch):
         assert torch.equal(parallel_on_all_devices(func)(batch), linear(batch))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_gpus_each_worker_has_its_own_and_tensors_stay_there():
-    count = torch.cuda.device_count()
-    with ParallelExecutor() as executor:
-        results = executor.run(lambda device: torch.arange(3, device=device) * 2)
-        assert [result.device.index for result in results] == [*range(count)]
-        assert executor.run(lambda device: torch.cuda.current_device()) == [*range(count)]
-        own = executor.run(lambda device, x: (x.device == device, x.cpu()), torch.ones(2).cuda())
-        assert [(here, x.tolist()) for here, x in own] == [(True, [1.0, 1.0])] * count
-    with pytest.raises(ValueError, match=f"{count} CUDA devices are visible"):
-        ParallelExecutor(count + 1)
-    batch = torch.randn(8, 3, device="cuda:0")
-    assert torch.equal(parallel_on_all_devices(lambda chunk: chunk * 2)(batch), batch * 2)
-
-
 DOCUMENTED = """
 import multiprocessing, torch
 import numpy as np

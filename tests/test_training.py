@@ -1,6 +1,7 @@
 """The four scripts train: real processes, real data, weights compared."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -157,3 +158,23 @@ def test_toy(tmp_path, script, nproc):
 def test_saves_every_few_epochs_and_the_last(tmp_path):
     text = train(tmp_path, "single_gpu", 1, "--epochs", "5", "--save-every", "2").stdout
     assert re.findall(r"epoch (\d) \| saved", text) == ["2", "4", "5"]
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_the_smallest_script(tmp_path, nproc):
+    """It runs alone in a folder of its own: by plain python (0) and under torchrun."""
+    shutil.copy(SCRIPTS / "minimal_ddp.py", tmp_path / "train.py")
+    command = torchrun(nproc, "train.py") if nproc else [sys.executable, "train.py"]
+    ended = run(*command, cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    *epochs, proof = ended.stdout.splitlines()
+    losses = [float(line.split()[-1]) for line in epochs]
+    assert len(losses) == 5 and losses == sorted(losses, reverse=True)
+    assert proof == f"all {nproc or 1} processes on cpu hold the same weights"
+    torch.manual_seed(0)
+    state = torch.load(tmp_path / "minimal.pt", weights_only=True)
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
+    model.load_state_dict(state)
+    inputs = torch.randn(1000, 20)
+    right = model(inputs).argmax(1) == (inputs.square().sum(1) > 20).long()
+    assert right.float().mean() > 0.75  # on points that it has not seen

@@ -227,7 +227,6 @@ def install() -> None:
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = os.environ | {SPACE: "", "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTHONPATH", None)  # each process gets its own
     process = _FreshPopen(
         [sys.executable, __file__, str(theirs.fileno()), SPACE[:4096]],
         env=environment,
@@ -263,7 +262,8 @@ def main() -> None:
     """Import what most tests need, then fork. The forked processes return from `serve`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes of the test
     subprocess.Popen = Popen  # type: ignore[misc]  # before torchrun's code imports it
-    paths = sys.path[1:]
+    ours = os.environ.pop("PYTHONPATH", "").split(os.pathsep)  # it may be where torch is
+    paths = [path for path in sys.path[1:] if path not in ours]  # each process gets its own
     for name in PRELOADED:
         with suppress(ImportError):  # the test that needs the module reports it
             importlib.import_module(name)

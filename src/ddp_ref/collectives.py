@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .initialize import known_group, open_group
+
 T = TypeVar("T")
 V = TypeVar("V", float, Tensor, float | Tensor)
 
@@ -161,7 +163,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
         return obj
     sender = dist.get_rank() == src
     box: list[Any] = [bytes(pack_object(obj)) if sender else None]
-    dist.broadcast_object_list(box, src)
+    dist.broadcast_object_list(box, src, _group_for_cpu())
     return obj if sender else unpack_object(box[0])
 
 
@@ -216,9 +218,9 @@ def reduce_storage(storage: torch.UntypedStorage, device: str | None = None) -> 
 def _restore(data: bytearray, device: str) -> torch.UntypedStorage:
     """Return the received memory, on the CPU if `device` is a GPU that is not visible here."""
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
-    gpu = torch.device(device)
+    gpu = _device() if device == _device().type else torch.device(device)
     visible = gpu.type != "cuda" or (gpu.index or 0) < torch.cuda.device_count()
-    return flat.to(device if visible else "cpu").untyped_storage()
+    return flat.to(gpu if visible else "cpu").untyped_storage()
 
 
 def _reduce_typed_storage(storage: torch.TypedStorage) -> tuple[Any, ...]:
@@ -227,8 +229,8 @@ def _reduce_typed_storage(storage: torch.TypedStorage) -> tuple[Any, ...]:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    strided = tensor.layout is torch.strided
-    if strided and tensor.untyped_storage().nbytes() > tensor.nbytes:  # all of it would be sent
+    # Otherwise all of its storage would be sent.
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return tensor.__reduce_ex__(5)
 
@@ -244,7 +246,7 @@ def exchange_objects(own: T) -> list[T]:
     """Return the small objects that all ranks pass, in rank order (collective)."""
     every = [own] * _world_size()
     if len(every) > 1:
-        dist.all_gather_object(every, own)
+        dist.all_gather_object(every, own, _group_for_cpu())
     return every
 
 
@@ -257,18 +259,16 @@ def move_tensor(own: Any, form: Any, src: int, to_all: bool = False) -> Tensor |
     sends, receives = _rank() == src, to_all or _rank() == 0
     if form is None or not (sends or receives):
         return None
-    whole = own if sends else torch.empty(form[0], dtype=form[1], device=_device())
+    whole = own.cpu() if sends else torch.empty(form[0], dtype=form[1])
     # Not every backend sends every dtype, but all of them send bytes. A tensor of one element is
     # contiguous whatever its stride says, so the stride is set here.
     if whole.numel() and _world_size() > 1 and (to_all or src > 0):
-        flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).to(_device())
+        flat, group = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8), _group_for_cpu()
         if to_all:
-            dist.broadcast(flat, src)
-        elif sends:
-            dist.send(flat, 0)
+            dist.broadcast(flat, src, group)
         else:
-            dist.recv(flat, src)
-    return whole.to("cpu", copy=sends) if receives else None
+            dist.send(flat, 0, group) if sends else dist.recv(flat, src, group)
+    return (whole.clone() if whole is own else whole) if receives else None
 
 
 def _world_size() -> int:
@@ -281,8 +281,15 @@ def _rank() -> int:
 
 def _device() -> torch.device:
     """Return a device whose tensors the default group takes: the CPU, or under nccl the GPU."""
-    on_cpu = _world_size() == 1 or "cpu:" in dist.get_backend_config()
-    return torch.device("cpu" if on_cpu else "cuda")
+    if _world_size() == 1 or "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return known_group().info.device  # not "cuda": in a new thread, that is cuda:0 on every rank
+
+
+def _group_for_cpu() -> dist.ProcessGroup | None:
+    """Return a group that takes CPU tensors: None, the default one, or under nccl a gloo group."""
+    opened = open_group() if _device().type == "cuda" else None
+    return opened.side if opened else None
 
 
 def _reduce(values: Mapping[str, Any], how: str, count: float = 1) -> dict[str, Any]:

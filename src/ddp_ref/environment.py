@@ -95,13 +95,12 @@ def detect_launch(
     return LaunchInfo(launcher="none", reason="no launcher's variables are set")
 
 
-def cores_per_rank(launch: LaunchInfo, environ: Mapping[str, str] | None = None) -> int:
+def cores_per_rank(launch: LaunchInfo) -> int:
     """Return this rank's share of the CPU cores that the process may run on; at least 1."""
     share = available_cores() // launch.local_world_size
     if launch.launcher == "slurm":
         # Slurm may already have bound the task to its share, so do not divide a second time.
-        environ = os.environ if environ is None else environ
-        share = min(available_cores(), read_int(environ, "SLURM_CPUS_PER_TASK", share))
+        share = min(available_cores(), read_int(os.environ, "SLURM_CPUS_PER_TASK", share))
     return max(1, share)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from .collectives import exchange_objects
 from .decorators import on_rank
 from .initialize import _resolve_device, initialize_ddp
 from .training import train_state
@@ -165,14 +166,14 @@ class Handler:
             batch_size: Samples per rank and batch. Default: the existing loader's.
             steps_per_epoch: Optimizer steps per epoch, for an IterableDataset. The next epoch
                 continues the stream. It restarts when it ends and at each call of `train`.
-            **loader: Anything else that DataLoader takes.
+            **loader: Anything else that DataLoader takes. `pin_memory` is on by default on a GPU.
 
         Raises:
             ValueError: If an option is wrong, the data has no batch, or its length differs
                 between ranks.
         """
-        rank, world_size, seed = self.rank, self.info.world_size, self.seed
-        made = train_loader(data, batch_size, rank=rank, world_size=world_size, seed=seed, **loader)
+        own: dict[str, Any] = self._shard_options(data, loader) | {"seed": self.seed}
+        made = train_loader(data, batch_size, **own, **loader)
         batches = TrainBatches(made, self, steps_per_epoch)
         if steps_per_epoch is None:  # streams of the ranks may differ in length
             self._check_same(items=length_or_none(made.dataset), batches=length_or_none(made))
@@ -252,8 +253,8 @@ class Handler:
         """Return the mean loss ("loss") and metrics over the validation set, on every rank."""
         if self._val_loader is None:
             raise ValueError("there is no validation data: call set_val_loader first")
-        distributed = self.info.distributed
-        return evaluate(self._unwrapped, self.loss_and_metrics, self._val_loader, distributed)
+        model, measure = self._unwrapped, self.loss_and_metrics
+        return evaluate(model, measure, self._val_loader, self.info.distributed)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean loss and metrics over `batches`, on this rank alone (not collective).
@@ -419,14 +420,13 @@ class Handler:
 
     def _pick_device(self, wanted: torch.device | None) -> torch.device:
         own = self.info.device
-        # Without an index, "cuda" means the rank's own GPU.
-        if wanted is None or wanted == torch.device(own.type):
-            return own
-        if self.info.distributed and wanted != own:
-            raise ValueError(
-                f"device is {wanted}, but the device of this rank in the open group is {own}: "
-                "leave out device, or call cleanup_ddp first"
-            )
+        wrong = f"device is {wanted}, but that of rank {self.rank} in the open group is {own}"
+        if wanted is None or wanted == torch.device(own.type):  # "cuda" means the rank's own GPU
+            wanted = own
+        if self.info.distributed:
+            # "cuda:0" is right on rank 0, which must not go on alone: all ranks see all problems.
+            for problem in filter(None, exchange_objects("" if wanted == own else wrong)):
+                raise ValueError(f"{problem}: leave out device, or call cleanup_ddp first")
         if wanted.type == "cuda":
             torch.cuda.set_device(wanted)
         return wanted
@@ -451,9 +451,7 @@ class Handler:
             return self._forward(self._unwrapped, batch)[0]
         return self._unwrapped(inputs_of(batch))
 
-    def _map(
-        self, function: Callable[[Any], Any], data: Any, batch_size: int | None, loader: Any
-    ) -> Any:
+    def _map(self, function: Callable[[Any], Any], data: Any, batch_size: Any, loader: Any) -> Any:
         batches, distributed = self._shard(data, batch_size, **loader), self.info.distributed
 
         def compute(batch: Any) -> Any:
@@ -464,10 +462,15 @@ class Handler:
             return outputs_in_order(compute, batches, self.device, distributed)
 
     def _shard(self, data: Any, batch_size: int | None = None, **loader: Any) -> DataLoader[Any]:
-        shard = {"rank": self.rank, "world_size": self.info.world_size}
-        made = eval_loader(data, batch_size, **shard, **loader)
+        made = eval_loader(data, batch_size, **self._shard_options(data, loader), **loader)
         self._check_same(items=length_or_none(made.dataset))
         return made
+
+    def _shard_options(self, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's shard, and on a GPU pinned memory if nobody has said otherwise."""
+        shard = {"rank": self.rank, "world_size": self.info.world_size}
+        chosen = "pin_memory" in given or isinstance(data, DataLoader)
+        return shard | ({} if chosen else {"pin_memory": self.device.type == "cuda"})
 
     def _check_same(self, **lengths: int | None) -> None:
         if self.info.distributed:

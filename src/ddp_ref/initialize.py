@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -99,12 +99,12 @@ def initialize_ddp(
         raise TypeError(f"use_distributed must be True, False or None, not {use_distributed!r}")
     if use_distributed is not False:
         if dist.is_available() and dist.is_initialized():
-            return _known_group().info
+            return known_group().info
         launch = detect_launch(
             rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
         )
         if _should_open_group(use_distributed, launch):
-            return _initialize_distributed(timeout, launch=launch, backend=backend)
+            return _initialize_distributed(timeout, launch, backend)
     device = torch.device("cpu") if backend == "gloo" else _pick_device(0)
     return DistInfo(False, 0, 0, 1, device)
 
@@ -141,7 +141,7 @@ def open_group() -> OpenGroup | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    group = _known_group()
+    group = known_group()
     if group.pid != os.getpid():  # the sockets belong to the parent: any call would hang
         raise RuntimeError(
             f"this process was forked from rank {group.info.rank}, perhaps by a DataLoader, and "
@@ -154,6 +154,20 @@ def open_group() -> OpenGroup | None:
         dist.all_gather_object(nodes, nodes[0], group=side)
         group.side, group.nodes = side, nodes
     return group
+
+
+def known_group() -> OpenGroup:
+    """Return what is recorded about the default group, even if other code opened it."""
+    default = dist.distributed_c10d._get_default_group()
+    if default not in _groups:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        local_rank = _local_rank(rank, world_size)
+        device = torch.device("cpu")
+        if "nccl" in dist.get_backend_config():
+            device = default.bound_device_id or _pick_device(local_rank)
+        info = DistInfo(True, rank, local_rank, world_size, device)
+        _groups[default] = OpenGroup(info, dist.distributed_c10d._get_default_store())
+    return _groups[default]
 
 
 def _should_use_distributed(flag: bool | None) -> bool:
@@ -180,14 +194,11 @@ def _should_open_group(flag: bool | None, launch: LaunchInfo) -> bool:
 
 
 def _initialize_distributed(
-    timeout: timedelta | None = None,
-    *,
-    launch: LaunchInfo | None = None,
-    backend: str | None = None,
+    timeout: timedelta | None = None, launch: LaunchInfo | None = None, backend: str | None = None
 ) -> DistInfo:
     """Open the group that `launch` (default: the environment) describes (collective)."""
     if dist.is_initialized():
-        return _known_group().info
+        return known_group().info
     launch = launch or detect_launch()
     _should_open_group(True, launch)
     refuse_unsafe_restarts(launch)
@@ -199,8 +210,8 @@ def _initialize_distributed(
         device = _agree_on_device(launch, gpus, backend)
         side = rendezvous.run("open the group", lambda: _open_groups(rendezvous, device))
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # per thread, and _open_groups ran in another one
-            atexit.register(wait_until_gloo_is_idle)  # not cleanup_ddp: nccl may wait for peers
+            torch.cuda.set_device(device)
+            _clean_up_at_exit()
         else:
             atexit.register(cleanup_ddp)
             if not os.environ.get("OMP_NUM_THREADS"):
@@ -220,8 +231,6 @@ def _initialize_distributed(
 def _open_groups(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup:
     """Open the default group and return its side group, once all ranks have opened theirs."""
     cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=rendezvous.store,
@@ -239,10 +248,27 @@ def _open_groups(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGr
     return side
 
 
+def _clean_up_at_exit() -> None:
+    """Have the group closed at exit, and wait 10 s for that at most: nccl may wait for other ranks.
+
+    Python 3.12 cannot start a thread at exit, so the thread that closes the group starts now.
+    """
+    exiting = Event()
+
+    def close() -> None:
+        exiting.wait()
+        cleanup_ddp()
+
+    thread = Thread(target=close, daemon=True)
+    thread.start()
+    atexit.register(wait_until_gloo_is_idle)  # called last, because the order is reversed
+    atexit.register(thread.join, 10)
+    atexit.register(exiting.set)
+
+
 def _node() -> str:
     """Return a name for this node; torchrun and Slurm may run several nodes on one host."""
-    number = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID", "")
-    return f"{_host_id()} {number}"
+    return f"{_host_id()} {os.environ.get('GROUP_RANK') or os.environ.get('SLURM_NODEID', '')}"
 
 
 def _host_id() -> str:
@@ -309,20 +335,6 @@ def _resolve_device(device: torch.device | str) -> torch.device:
     visible = f"{wanted.type} devices: {count}"
     warnings.warn(f"no device {str(device)!r} ({visible}): using the CPU", stacklevel=2)
     return torch.device("cpu")
-
-
-def _known_group() -> OpenGroup:
-    """Return what we know about the default group, even if other code opened it."""
-    default = dist.distributed_c10d._get_default_group()
-    if default not in _groups:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        local_rank = _local_rank(rank, world_size)
-        device = torch.device("cpu")
-        if "nccl" in dist.get_backend_config():
-            device = default.bound_device_id or _pick_device(local_rank)
-        info = DistInfo(True, rank, local_rank, world_size, device)
-        _groups[default] = OpenGroup(info, dist.distributed_c10d._get_default_store())
-    return _groups[default]
 
 
 def _local_rank(rank: int, world_size: int) -> int:

@@ -197,9 +197,7 @@ class Rendezvous:
                 use_libuv=sys.platform != "win32",  # torch's Windows builds have no libuv
             )
         except dist.DistError as error:
-            raise self._failure(
-                f"cannot open the store; use a free MASTER_PORT: {error}"
-            ) from error
+            raise self._failure(f"cannot open the store (MASTER_PORT in use?): {error}") from error
 
     def _reach_master(self) -> None:
         """Wait until the master accepts connections: torch hides a wrong name in a C++ trace."""

@@ -179,16 +179,14 @@ class ProgressBar(Callback):
     _bar: Any = None
 
     def on_epoch_start(self) -> None:
-        handler = self.handler
         self.on_epoch_end()
         try:
             from tqdm import tqdm
         except ImportError:
             warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
             return
-        self._bar = tqdm(
-            desc=f"epoch {handler.epoch + 1}", total=handler.steps_left, file=sys.stderr
-        )
+        name = f"epoch {self.handler.epoch + 1}"
+        self._bar = tqdm(desc=name, total=self.handler.steps_left, file=sys.stderr)
 
     def on_step_end(self) -> None:
         if self._bar is not None:  # a bar without a length is falsy

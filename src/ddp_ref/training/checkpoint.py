@@ -191,12 +191,12 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def check_finite(model: nn.Module) -> None:
     """Raise FloatingPointError if a weight is not finite: training cannot recover from that."""
     buffers = dict(model.named_buffers())
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            continue  # a module's extra state
-        # A buffer may be infinite on purpose, as a mask is.
-        wrong = torch.isnan(value) if name in buffers else ~torch.isfinite(value)
-        if wrong.any():
+    # A module's extra state need not be a tensor.
+    state = {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
+    # A buffer may be infinite on purpose, as a mask is.
+    wrong = [(v.isnan() if n in buffers else ~v.isfinite()).any() for n, v in state.items()]
+    for name, is_wrong in zip(state, torch.stack(wrong).tolist() if wrong else [], strict=True):
+        if is_wrong:
             raise FloatingPointError(
                 f"{name} is not finite, and training cannot recover: load an earlier checkpoint "
                 "and lower the learning rate or set clip_norm"

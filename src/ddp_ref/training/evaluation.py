@@ -22,9 +22,9 @@ def evaluating(model: nn.Module, distributed: bool) -> Iterator[None]:
 
     BatchNorm's buffers differ between ranks, because each rank has seen its own samples.
     """
-    if distributed:
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+    if distributed and (buffers := list(model.buffers())):
+        # As DDP does it: one message of up to 256 MiB for all buffers of a dtype, not one for each.
+        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, 2**28, 0)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

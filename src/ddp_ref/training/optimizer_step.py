@@ -45,6 +45,7 @@ class OptimizerStep:
         self.scheduler, self.unit = _scheduler(scheduler)
         self.clip_norm, self.skip_nonfinite = clip_norm, on_nonfinite == "skip"
         self.scaler = torch.amp.GradScaler() if precision == "fp16" else None
+        self._scale: float | None = None  # the scaler's, after the last step
         self.skipped = 0  # steps that were not taken
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -78,10 +79,11 @@ class OptimizerStep:
         if taken:
             self.scaler.step(self.optimizer) if self.scaler else self.optimizer.step()
         if self.scaler:
-            before = self.scaler.get_scale()
+            before = self._scale or self.scaler.get_scale()
             self.scaler.update()
+            self._scale = self.scaler.get_scale()  # waits for the GPU, so once per step
             # GradScaler skips a step with infinite gradients. Only the smaller scale shows it.
-            taken = taken and self.scaler.get_scale() >= before
+            taken = taken and self._scale >= before
         if taken and self.unit == "step":
             self.scheduler.step()
         self.skipped += not taken
@@ -92,6 +94,12 @@ class OptimizerStep:
         if self.unit == "epoch":
             plateau = isinstance(self.scheduler, ReduceLROnPlateau)
             self.scheduler.step(loss) if plateau else self.scheduler.step()
+
+    def load_parts(self, saved: dict[str, Any]) -> None:
+        """Load the state of each of the `parts` from a checkpoint."""
+        for name, part in self.parts().items():
+            part.load_state_dict(saved[name])
+        self.skipped, self._scale = saved["skipped"], None
 
     def parts(self) -> dict[str, Any]:
         """Return the objects with a state dict, by their name in a checkpoint."""
@@ -157,5 +165,5 @@ def _check_precision(precision: str, device: torch.device) -> None:
     cuda = device.type == "cuda"
     if precision == "fp16" and not cuda:
         raise ValueError(f'precision="fp16" needs a CUDA device, not {device}: use "bf16"')
-    if precision == "bf16" and cuda and not torch.cuda.is_bf16_supported():
+    if precision == "bf16" and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f'{device} has no bfloat16: use precision="fp16" or "fp32"')

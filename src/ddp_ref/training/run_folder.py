@@ -40,8 +40,8 @@ class RunFolder(Callback):
             warnings.warn(f"a line of log.txt is lost: {error}", stacklevel=2)
 
     def on_train_start(self) -> None:
-        settings = json.dumps(_settings(self.handler), indent=2)
-        replace_text(self.folder / "config.json", settings + "\n")
+        settings = _settings(self.handler)
+        replace_text(self.folder / "config.json", json.dumps(settings, indent=2) + "\n")
 
     def on_epoch_end(self) -> None:
         write_history(self.handler.history, self.folder / "history.csv")

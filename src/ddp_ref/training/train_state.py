@@ -93,16 +93,14 @@ def capture(handler: Any) -> dict[str, Any] | None:
     }
 
 
-def restore(handler: Any, path: Path, saved: Mapping[str, Any]) -> None:
+def restore(handler: Any, path: Path, saved: dict[str, Any]) -> None:
     """Continue the run whose `capture` was saved in `path`, also at another world size."""
-    state, parts = handler.state, handler.optimizer_step.parts()
+    state = handler.state
     _check_fits(path, saved, _identity(handler))
     load_weights(handler.model, saved["model"])
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
+    handler.optimizer_step.load_parts(saved)
     for name in SAVED:
         setattr(state, name, saved[name])
-    handler.optimizer_step.skipped = saved["skipped"]
     rank, world_size, ranks = handler.rank, handler.info.world_size, saved["ranks"]
     same_world = len(ranks) == world_size
     handler.rng.load(ranks[rank]["rng"] if same_world else None, state.step)

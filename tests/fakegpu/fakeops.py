@@ -1,0 +1,238 @@
+"""Run torch's CUDA operators on the CPU, over the device memory that libfakecuda.so makes.
+
+torch imports this module at the end of its own import if FAKE_GPUS is set (build.sh sees to
+that). It replaces the CUDA kernel of each operator by a function that views the tensors' memory
+as CPU tensors, calls the operator on these and copies what it returns to new CUDA tensors.
+Allocation, views and reading one number (SKIP) remain torch's own, over the fake runtime.
+
+torch._fake_counts() returns the counters of libfakecuda.so, by name.
+torch._fake_n is the number of operators replaced.
+"""
+
+import ctypes
+import warnings
+
+import torch
+from torch.utils._pytree import tree_map
+
+lib = ctypes.CDLL(None)  # libfakecuda.so is preloaded
+lib.fake_count.restype = ctypes.c_long
+lib.fake_name.restype = ctypes.c_char_p
+
+# These only touch metadata, allocate, or copy through the runtime: torch's own code is right.
+SKIP = {
+    "_assert_async",
+    "_assert_async.msg",
+    "_cudnn_init_dropout_state",
+    "_efficientzerotensor",
+    "_has_compatible_shallow_copy_type",
+    "_local_scalar_dense",
+    "_pin_memory",
+    "_reshape_alias",
+    "_resize_output_",
+    "_to_copy",
+    "alias",
+    "as_strided",
+    "copy_",  # has a function of its own below
+    "detach",
+    "empty.memory_format",
+    "empty_strided",
+    "is_pinned",
+    "is_set_to",
+    "record_stream",
+    "resize_",
+    "resize_as_",
+    "set_",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+    "unfold",
+    "view",
+    "view_as_complex",
+    "view_as_real",
+}
+
+
+def counts():
+    """The counters of this process by name."""
+    out = {}
+    while (name := lib.fake_name(len(out))) is not None:
+        out[name.decode()] = lib.fake_count(len(out))
+    return out
+
+
+def host(tensor):
+    """A CPU tensor over the memory of a CUDA tensor."""
+    if tensor.layout is not torch.strided:
+        return tensor
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if size == 0 or (tensor.numel() == 0 and size < tensor.element_size()):
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    memory = (ctypes.c_byte * size).from_address(storage.data_ptr())
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    out = torch.empty(0, dtype=tensor.dtype)
+    out.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.is_neg():
+        out = torch._neg_view(out)
+    if tensor.is_conj():
+        out = torch._conj(out)
+    return out
+
+
+def to_device(tensor, device):
+    """A CUDA tensor with the strides and the values of a CPU tensor."""
+    out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    if tensor.numel():
+        offset = tensor.storage_offset() * tensor.element_size()
+        available = tensor.untyped_storage().nbytes() - offset
+        size = min(available, out.untyped_storage().nbytes())
+        ctypes.memmove(out.data_ptr(), tensor.data_ptr(), size)
+    return out
+
+
+def seed_cpu_from(generator):
+    """Seed the CPU's generator from a CUDA one, and advance that as a kernel would."""
+    offset = generator.get_offset()
+    torch.default_generator.manual_seed((generator.initial_seed() * 1000003 + offset) % 2**63)
+    generator.set_offset(offset + 4)
+
+
+def on_cpu(op):
+    """The function that stands for an operator's CUDA kernel."""
+    name = op.name()
+    random = "nondeterministic_seeded" in str(op.tags)
+    takes_cpu_tensors = "index" in name or "split" in name
+
+    def kernel(*args, **kwargs):
+        pairs = []  # (CUDA tensor, CPU tensor over its memory)
+        device = None
+
+        def convert(x):
+            nonlocal device
+            if isinstance(x, torch.device):
+                device = device or x
+                return torch.device("cpu")
+            if isinstance(x, torch.Generator):
+                return None
+            if not isinstance(x, torch.Tensor):
+                return x
+            if x.is_cuda:
+                # A tensor without dimensions may be on another device, as with the real kernels
+                if x.dim() or device is None:
+                    if (
+                        x.dim()
+                        and device not in (None, x.device)
+                        and any(p.dim() for p, _ in pairs)
+                    ):
+                        raise RuntimeError(
+                            "Expected all tensors to be on the same device, but found "
+                            f"{device} and {x.device} in {name}"
+                        )
+                    device = x.device
+                pairs.append((x, host(x)))
+                return pairs[-1][1]
+            if x.dim() and x.device.type == "cpu" and not takes_cpu_tensors:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but got a cpu tensor of "
+                    f"{tuple(x.shape)} in {name}"
+                )
+            return x
+
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = None
+        cpu_args = tree_map(convert, args)
+        cpu_kwargs = {key: tree_map(convert, value) for key, value in kwargs.items()}
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        cpu_state = torch.default_generator.get_state() if random else None
+        if random:
+            given = [a for a in [*args, *kwargs.values()] if isinstance(a, torch.Generator)]
+            seed_cpu_from(given[0] if given else torch.cuda.default_generators[device.index])
+        try:
+            result = op(*cpu_args, **cpu_kwargs)
+        finally:
+            if cpu_state is not None:
+                torch.default_generator.set_state(cpu_state)
+
+        # An operator may resize its output: the CPU tensor then has memory of its own
+        for x, h in pairs:
+            if h.shape != x.shape and h.layout is torch.strided:
+                x.resize_(h.shape)
+                dense = h.contiguous()
+                if dense.numel():
+                    size = dense.numel() * dense.element_size()
+                    ctypes.memmove(x.data_ptr(), dense.data_ptr(), size)
+
+        def convert_back(r):
+            if isinstance(r, torch.Tensor):
+                for x, h in pairs:
+                    if r is h:  # in place, or given as `out`
+                        return x
+                if r.device.type == "cpu":
+                    return to_device(r, device)
+            return r
+
+        return tree_map(convert_back, result)
+
+    return kernel
+
+
+def copy_(self, src, non_blocking=False):
+    """Copy, and count what crosses between the CPU and a device."""
+    if self.numel() == 0:
+        return self
+    if self.is_cuda and src.is_cuda:
+        torch.ops.aten.copy_(host(self), host(src))
+        return self
+    cpu = src if self.is_cuda else self
+    lib.fake_note(int(not self.is_cuda), int(cpu.is_pinned()), int(not non_blocking))
+    target = host(self) if self.is_cuda else self
+    source = host(src) if src.is_cuda else src
+    target.copy_(source)
+    return self
+
+
+def attention_choice(*args, **kwargs):
+    """SDPBackend.MATH: the other backends are kernels without a CPU version."""
+    return 0
+
+
+def replace_kernels(library):
+    """Give each operator that has a CUDA kernel the one of `on_cpu`; returns how many."""
+    replaced = 0
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        if namespace != "aten" or name in SKIP:
+            continue
+        try:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CUDA"):
+                continue
+        except RuntimeError:
+            continue
+        base, _, overload = name.partition(".")
+        if base == "_fused_sdp_choice":
+            library.impl(name, attention_choice, "CUDA", allow_override=True)
+            continue
+        try:
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            library.impl(name, on_cpu(op), "CUDA", allow_override=True)
+        except (AttributeError, RuntimeError):
+            continue
+        replaced += 1
+    library.impl("copy_", copy_, "CUDA", allow_override=True)
+    return replaced
+
+
+library = torch.library.Library("aten", "IMPL")  # as long as it lives, so do its kernels
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # one for each kernel that is replaced
+    torch._fake_n = replace_kernels(library)
+torch._fake_counts = counts
+# The libraries' kernels have no CPU version; attention is then made of operators that have one.
+# The flags matter for attention: torch chooses in C++, without asking the operator above.
+torch.backends.cudnn.enabled = False
+torch.backends.cuda.enable_cudnn_sdp(False)
+torch.backends.cuda.enable_flash_sdp(False)
+torch.backends.cuda.enable_mem_efficient_sdp(False)

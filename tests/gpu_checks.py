@@ -1,0 +1,176 @@
+"""Checks that every rank makes on its own GPU; test_gpu.py starts the ranks."""
+
+import threading
+import warnings
+
+import torch
+import torch.distributed as dist
+from rank_checks import raised, run_checks
+from torch import nn
+from training_job import Points, accuracy, flat, job
+
+from ddp_ref import (
+    Handler,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    gather_tensors,
+    initialize_ddp,
+    on_rank,
+    reduce_max,
+    reduce_mean,
+    reduce_min,
+    reduce_sum,
+)
+
+
+def world_size():
+    return dist.get_world_size()
+
+
+def rank():
+    return dist.get_rank()
+
+
+def in_a_thread(work):
+    """Call `work` in a new thread, whose current device is cuda:0 as always."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]  # an IndexError if it raised
+
+
+def assert_same_on_all_ranks(tensor):
+    others = [torch.empty_like(tensor) for _ in range(world_size())]
+    dist.all_gather(others, tensor)
+    assert all(torch.equal(tensor, other) for other in others)
+
+
+def check_each_rank_has_its_own_gpu():
+    info = initialize_ddp()
+    assert info.device == torch.device("cuda", info.local_rank)
+    assert torch.cuda.current_device() == info.local_rank
+    assert dist.get_backend() == "nccl"
+
+
+def check_reductions():
+    ones = torch.ones(2, 3, device="cuda")
+    numbers = {"number": rank(), "tensor": ones * rank()}
+    total = sum(range(world_size()))
+    summed = reduce_sum(numbers)
+    assert summed["number"] == total and torch.equal(summed["tensor"], ones * total)
+    assert (
+        reduce_max({"x": rank()}) == {"x": world_size() - 1} and reduce_min({"x": 1.5})["x"] == 1.5
+    )
+    assert reduce_mean({"x": float(rank())}, count=1)["x"] == total / world_size()
+
+
+def objects_that_travel():
+    """Send tensors and objects in every way; return the devices on which GPU tensors arrive."""
+    mine = torch.full((rank() + 1, 2), float(rank()), device=initialize_ddp().device)
+    parts = gather_tensors(mine, to_all=True)
+    assert [part.shape[0] for part in parts] == [*range(1, world_size() + 1)]
+    assert all(
+        part.device.type == "cpu" and part.unique().item() == r for r, part in enumerate(parts)
+    )
+    first = gather_tensors(mine)
+    assert (first is None) == (rank() > 0)
+    dicts = gather_objects({"rank": rank(), "weights": mine}, to_all=True)
+    assert [part["rank"] for part in dicts] == [*range(world_size())]
+    last = broadcast_object([mine], world_size() - 1)
+    barrier()
+    return {tensor.device for tensor in [*last, *(part["weights"] for part in dicts)]}
+
+
+def check_objects_arrive_on_the_receivers_own_gpu():
+    assert objects_that_travel() == {initialize_ddp().device}
+
+
+def check_objects_arrive_there_in_a_thread_as_well():
+    assert in_a_thread(objects_that_travel) == {initialize_ddp().device}
+
+
+def check_on_rank_returns_a_gpu_tensor_and_an_error():
+    last = world_size() - 1
+    result = on_rank(last, broadcast=True)(lambda: torch.arange(3, device="cuda"))()
+    assert result.device == initialize_ddp().device and result.tolist() == [0, 1, 2]
+
+    def fail():
+        raise KeyError("no such thing")
+
+    assert "no such thing" in str(raised(KeyError, on_rank(0)(fail)))
+
+
+def check_a_handler_trains_the_same_model_everywhere():
+    handler = job(8 * world_size(), 2, device="cuda", clip_norm=1.0, accumulate=2)
+    handler.set_val_loader(Points(5), 2)
+    handler.train(3)
+    assert_same_on_all_ranks(flat(handler.model))
+    columns = [*handler.history.values()]
+    assert_same_on_all_ranks(torch.tensor(columns, device="cuda"))
+    assert handler.train_losses[-1] < handler.train_losses[0]
+    outputs = handler.predict(Points(5), 2)
+    if rank() == 0:
+        own = nn.Module.eval(handler._unwrapped)(Points(5).inputs.cuda()).cpu()
+        torch.testing.assert_close(outputs, own)
+        handler._unwrapped.train()
+    else:
+        assert outputs is None
+
+
+def check_a_handler_trains_in_a_thread():
+    """The thread's current device is cuda:0, whatever the rank."""
+
+    def work():
+        handler = job(8 * world_size(), 2, device="cuda")
+        handler.set_val_loader(Points(5), 2)
+        handler.train(1)
+        handler.predict(Points(5), 2)
+        return handler.val_losses
+
+    assert len(in_a_thread(work)) == 1
+
+
+def check_precisions_and_counts():
+    for precision in ("bf16", "fp16"):
+        handler = job(
+            8 * world_size(),
+            2,
+            device="cuda",
+            precision=precision,
+            on_nonfinite="skip",
+            count=lambda batch: len(batch[1]),
+        )
+        handler.train(2)
+        assert_same_on_all_ranks(flat(handler.model))
+        assert handler.train_losses[-1] < handler.train_losses[0]
+
+
+def check_buffers_are_those_of_rank_0_in_one_broadcast():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    handler = job(8 * world_size(), 2, model=model, device="cuda", metrics={"accuracy": accuracy})
+    handler.set_val_loader(Points(4 * world_size()), 2)
+    handler.train(2)
+    assert_same_on_all_ranks(torch.cat([buffer.double().reshape(-1) for buffer in model.buffers()]))
+
+
+def check_a_wrong_device_is_an_error_on_all_ranks():
+    """As "cuda:0" in the script of all ranks is: right on rank 0, so rank 0 must not wait."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if world_size() > 1:
+        error = raised(ValueError, lambda: Handler(model, optimizer, nn.MSELoss(), device="cuda:0"))
+        assert "device is cuda:0" in str(
+            error
+        ) and "that of rank 1 in the open group is cuda:1" in str(error)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handler = Handler(
+            model, optimizer, nn.MSELoss(), device=f"cuda:{initialize_ddp().local_rank}"
+        )
+    assert handler.device == initialize_ddp().device
+
+
+if __name__ == "__main__":
+    run_checks(globals())

@@ -1,0 +1,125 @@
+"""What only the fake GPU can show: how often training waits, slices of a card, a whole report."""
+
+import os
+import re
+import sys
+
+import pytest
+import torch
+from harness import ROOT, SCRIPTS, run, torchrun
+from training_job import job
+
+from ddp_ref import Callback
+
+if "FAKE_GPUS" not in os.environ:
+    pytest.skip("needs the fake GPU: make test-fakegpu", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+WAITS = ("streamSync", "eventSync", "deviceSync", "memcpySync")
+STEPS = 20
+
+
+class Counts(Callback):
+    """Keep the counters after each step."""
+
+    def __init__(self):
+        self.after = []
+
+    def on_step_end(self):
+        self.after.append(torch._fake_counts())
+
+
+def counts_of_20_steps(**options):
+    """Return by how much each counter grows in 20 steps, after the first 20."""
+    counts = Counts()
+    job(600, 10, device="cuda", callbacks=[counts], **options).train(1)
+    before, after = counts.after[STEPS - 1], counts.after[2 * STEPS - 1]
+    return {name: after[name] - before[name] for name in after}
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        pytest.param({}, 2, id="fp32"),
+        pytest.param({"sync_every": 5}, 4, id="twice as many summaries"),
+        pytest.param({"precision": "bf16", "clip_norm": 1.0}, 2, id="bf16 with clipping"),
+        pytest.param({"metrics": {"one": lambda *_: 1.0}}, 2, id="a metric that returns a float"),
+        pytest.param({"count": lambda batch: len(batch[1])}, 2, id="count"),
+        pytest.param({"on_nonfinite": "skip"}, 2 + STEPS, id="skipping"),
+        # GradScaler reads whether a gradient is infinite, and Handler reads the scale.
+        pytest.param({"precision": "fp16"}, 2 + 2 * STEPS, id="fp16"),
+        pytest.param({"precision": "fp16", "clip_norm": 1.0}, 2 + 2 * STEPS, id="fp16, clipping"),
+    ],
+)
+def test_waits_of_handler(options, waits):
+    """One for each summary, every 10 steps, and what the precision or the settings need."""
+    counts = counts_of_20_steps(**options)
+    assert sum(counts[name] for name in WAITS) == waits, counts
+    # Two tensors of a batch come from pinned memory, and only the summary's start from elsewhere.
+    assert counts["h2dPinned"] == 2 * STEPS
+    assert counts["h2dPageable"] == counts["eventSync"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([sys.executable, SCRIPTS / "single_gpu.py"], id="single_gpu"),
+        pytest.param([sys.executable, SCRIPTS / "multigpu_spawn.py", "--nproc=1"], id="spawn"),
+        pytest.param(torchrun(1, SCRIPTS / "multigpu_torchrun.py"), id="torchrun"),
+        pytest.param(torchrun(1, SCRIPTS / "multinode_slurm.py"), id="slurm"),
+    ],
+)
+def test_waits_of_the_ladder(tmp_path, command):
+    """Only the copies of the two tensors of a batch wait, in training and in evaluation."""
+    path = [str(ROOT / "tests" / "fakegpu" / "count_waits"), os.environ["PYTHONPATH"]]
+    env = {"PYTHONPATH": os.pathsep.join(path)}
+    ended = run(*command, "--epochs", "3", cwd=tmp_path, env=env)
+    assert ended.code == 0, ended.stderr
+    loops = re.findall(r"(\d+) batches, (\d+) waits", ended.stdout)
+    assert len(loops) == 6
+    for batches, waits in loops[2:4]:  # DDP times its own first 11 steps, and every 100th
+        assert int(waits) == 2 * int(batches)
+
+
+def test_checks_of_the_weights_wait_once(tmp_path):
+    """However many tensors a model has; a copy to the CPU for the file is one for each."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(30)), torch.nn.Linear(4, 2))
+    handler = job(20, 10, model=model, device="cuda")
+    before = torch._fake_counts()
+    handler.save(tmp_path / "a.pt")
+    after = torch._fake_counts()
+    tensors = 2 * 31 + 2  # weights and biases, and the sums of the loss and of the random state
+    assert sum(after[name] - before[name] for name in WAITS) <= tensors + 1
+
+
+def test_slices_of_one_card_cannot_be_used_together(tmp_path):
+    """MIG: they have different uuids, but one PCI address, by which nccl refuses them."""
+    (tmp_path / "ranks.py").write_text(
+        "from ddp_ref import initialize_ddp; print(initialize_ddp().device)"
+    )
+    env = {"FAKE_MIG": "1", "FAKE_GPUS": "2"}
+    ended = run(*torchrun(2, tmp_path / "ranks.py"), cwd=tmp_path, env=env)
+    assert ended.stdout.split() == ["cpu", "cpu"]
+    says = "1 GPU for 2 ranks (2 MIG slices of the same cards, which NCCL cannot use together)"
+    assert ended.stderr.count(says) == 1, ended.stderr
+
+
+PAGE = "# A page\n<!-- begin of the report -->\nold\n<!-- end of the report -->\nThe rest.\n"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="takes long, so on 1 fake GPU only")
+def test_the_report_is_written_into_the_page(tmp_path):
+    """All but the tests, in which this one is: they would run for a second time."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE)
+    parts = ["Doctor", "Waits", "Speed"]
+    command = [sys.executable, ROOT / "benchmarks" / "gpu_report.py", *parts]
+    ended = run(*command, "--page", page, "--rounds=1", cwd=tmp_path)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    text = page.read_text()
+    assert (
+        text.startswith("# A page\n") and text.endswith("\nThe rest.\n") and "\nold\n" not in text
+    )
+    assert re.findall(r"### (\w+)\n\n\d+ s, passed", text) == parts
+    assert "x FakeGPU with 16 GiB" in text and "10 steps on" in text
+    assert "| Handler |" in text and "characters a second" in text
