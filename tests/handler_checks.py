@@ -78,9 +78,10 @@ def check_the_weights_are_a_hand_written_loops_and_so_are_the_collectives():
     assert_same_on_all_ranks(torch.tensor(losses, dtype=torch.float64))
     if dist.is_initialized():
         # Summaries: one per 10 of 50 steps, two at the end of each epoch, one at the start of
-        # training. Before them, two compare the ranks' data: one has the sizes of the messages.
+        # training. Before them, the ranks compare their devices and their data: two each, as the
+        # sizes of the messages come first.
         summaries = 5 + 5 * 2 + 1
-        assert calls - plain_calls == {"gloo:all_gather": summaries + 2}
+        assert calls - plain_calls == {"gloo:all_gather": summaries + 4}
         assert not plain_calls - calls and plain_calls["gloo:all_reduce"] >= 50
 
 

@@ -169,7 +169,7 @@ def test_part_of_a_set(names, kept):
         (STEP | {"SLURM_LOCALID": "1"}, {}, "local_rank=1 and local_world_size=1"),
         (STEP | {"SLURM_NODEID": "2"}, {}, "SLURM_NODEID=2 .*'2,1'"),
         (STEP | {"SLURM_NODEID": "-1"}, {}, "SLURM_NODEID=-1"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x1"}, {}, r"2\(x3\),1 and not '2\(x1'"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x1"}, {}, r"2\(x3\),1, not '2\(x1'"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1"}, {}, r"malformed host list 'n\[1': "),
         (STEP | {"SLURM_STEP_NUM_TASKS": "many"}, {}, "SLURM_STEP_NUM_TASKS must be an integer"),
         (STEP | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
