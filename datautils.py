@@ -87,7 +87,7 @@ def count_right(model: nn.Module, data: DataLoader, device: torch.device) -> Ten
         outputs, targets = model(inputs.to(device)), targets.to(device)
         is_class = targets.dtype == torch.int64
         right = outputs.argmax(1) == targets if is_class else (outputs - targets).abs() < 0.1
-        totals[0] += right.sum()  # adding on the device does not wait for it
+        totals[0] += right.sum()  # adding on the device does not make the CPU wait
         totals[1] += len(targets)
     return totals
 

@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables there too")
     args = parser.parse_args()
     if unknown := set(args.names) - {*NAMES, WITH_GPUS}:
-        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}: {', '.join(NAMES)}")
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}: {', '.join(NAMES)}, gpu")
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {args.rounds}")
     args.names = args.names or NAMES

@@ -1,13 +1,14 @@
-"""Test and measure this project on the GPUs of this machine, and write the report: make gpu-report
+"""Test and measure this project on this machine's GPUs, and write a report into docs/gpu.md.
 
-It uses the Python and the torch that are there, from 2.8 on, and installs nothing. What needs a
-package that is missing is left out, and the report says so. It ends with exit code 1 if a part
-failed, and takes less than 10 minutes.
+`make gpu-report` runs it in less than 10 minutes. It uses the installed Python and PyTorch (2.8 or
+later) and installs nothing. Parts that need a missing package are skipped, and the report says so.
+The exit code is 1 if a part fails.
 """
 
 import argparse
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -19,43 +20,37 @@ from typing import NamedTuple
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("Doctor", "Waits", "Tests", "Ranks", "Speed")
 BEGIN, END = "<!-- begin of the report -->", "<!-- end of the report -->"
-# Nothing of ours that needs more packages: neither pyproject.toml's options nor conftest.py.
-PYTEST = [
-    "-m",
-    "pytest",
-    "-c",
-    os.devnull,
-    "--noconftest",
-    "-q",
-    "-m",
-    "gpu",
-    "-p",
-    "no:cacheprovider",
-]
+# Without our pytest options and conftest.py, because they need packages that may be missing.
+PYTEST = (
+    f"-m pytest -c {os.devnull} --noconftest -p no:cacheprovider -q -rf --tb=short -m gpu".split()
+)
+SHOWN_OF_A_FAILURE = 60  # lines
 
 
 class Part(NamedTuple):
     title: str
     needs: tuple[str, ...]  # packages besides torch
     timeout: int  # seconds
-    arguments: list[str]  # of Python
-    lines: int = 0  # how many of the output's last lines are shown; 0: all
+    arguments: list[str]  # of the command line, after `python`
+    lines: int = 0  # how many of the last output lines to show; 0 shows all
+    most_gpus: int | None = None  # how many GPUs it may see; None: all
 
 
 def parts(gpus: int, rounds: int) -> list[Part]:
+    """Return the parts. Their time limits add up to less than 10 minutes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    tests = str(ROOT / "tests" / "test_gpu.py")
+    check, bench = (str(ROOT / "benchmarks" / name) for name in ("sync_check.py", "bench.py"))
+    tests = [*PYTEST, str(ROOT / "tests" / "test_gpu.py")]
+    testing = ("pytest", "psutil", "numpy", "cloudpickle", "sklearn", "yaml")
     return [
-        Part("Doctor", ("cloudpickle",), 60, ["-m", "ddp_ref", "doctor"]),
-        Part("Waits", (), 60, [*torchrun, str(ROOT / "benchmarks" / "sync_check.py")], 1),
-        Part("Tests", ("pytest", "psutil", "cloudpickle", "sklearn"), 260, [*PYTEST, tests], 1),
-        Part(
-            "Speed",
-            ("numpy", "cloudpickle"),
-            200,
-            [str(ROOT / "benchmarks" / "bench.py"), "gpu", f"--rounds={rounds}"],
-        ),
+        Part("Doctor", ("numpy", "cloudpickle"), 60, ["-m", "ddp_ref", "doctor"]),
+        Part("Waits", ("numpy",), 60, [*torchrun, check], 1),
+        # On two GPUs, because more processes take longer to start.
+        Part("Tests", testing, 240, tests, 1, most_gpus=2),
+        Part("Ranks", testing, 60, [*tests, "-k", "test_on_ranks"], 1),
+        Part("Speed", ("numpy", "cloudpickle"), 160, [bench, "gpu", f"--rounds={rounds}"]),
     ]
 
 
@@ -63,20 +58,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help="of the report (default: all)")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gpu.md", help="of the report")
-    parser.add_argument("--rounds", type=int, default=100, help="of the benchmark (100)")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)} (default: all)"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=ROOT / "docs" / "gpu.md", help="where to write the report"
+    )
+    parser.add_argument("--rounds", type=int, default=100, help="of the benchmark (default: 100)")
     args = parser.parse_args()
+    if unknown := set(args.parts) - set(NAMES):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}: use {', '.join(NAMES)}")
     head, found, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
     _, found_end, tail = rest.partition(END)
     if not (found and found_end):
         parser.error(f"{args.page} lacks the lines {BEGIN} and {END}")
     gpus = torch.cuda.device_count()
     if not gpus:
-        parser.error("torch sees no CUDA device: run this on a machine with a GPU")
+        parser.error("no CUDA device is visible to PyTorch: run this where there is one")
     report, failed = [machine(gpus)], False
     for part in parts(gpus, args.rounds):
-        if args.parts and part.title not in args.parts:
+        if part.title not in (args.parts or NAMES):
             continue
         print(f"{part.title} ...", flush=True)
         text, code = run(part)
@@ -85,39 +86,49 @@ def main() -> int:
         print(text, flush=True)
     text = "\n\n".join(report)
     args.page.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
-    print(f"written into {args.page}")
+    print(f"wrote the report into {args.page}")
     return int(failed)
 
 
 def run(part: Part) -> tuple[str, int]:
-    """Return what a part shows, as Markdown, and its exit code."""
+    """Run one part; return its output as Markdown, and its exit code."""
     if missing := [name for name in part.needs if find_spec(name) is None]:
-        return f"Left out, because this Python has no {', '.join(missing)}.", 0
-    folders = [ROOT / "src", ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+        return f"Skipped: this Python has no {', '.join(missing)}.", 0
     start = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *part.arguments],
+        env=environment(part),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
-        ended = subprocess.run(
-            [sys.executable, *part.arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=part.timeout,
-            check=False,
-        )
+        output, _ = process.communicate(timeout=part.timeout)
+        result = "passed" if process.returncode == 0 else f"failed ({process.returncode})"
     except subprocess.TimeoutExpired:
-        return f"Failed: it did not end within {part.timeout} s.", 1
-    output = ended.stdout.strip() if ended.returncode == 0 else ended.stdout + ended.stderr[-2000:]
-    shown = output.splitlines()[-part.lines :]
-    result = "passed" if ended.returncode == 0 else f"failed with exit code {ended.returncode}"
-    text = f"{time.monotonic() - start:.0f} s, {result}."
-    is_markdown = any(line.startswith("|") for line in shown)
-    return "\n".join(
-        [text, "", *(shown if is_markdown else map("    {}".format, shown))]
-    ), ended.returncode
+        process.send_signal(signal.SIGINT)  # pytest then ends the ranks that it has started
+        output, _ = process.communicate()
+        result = f"failed: not finished after {part.timeout} s"
+    code = int(result != "passed")
+    shown = output.strip().splitlines()[-(SHOWN_OF_A_FAILURE if code else part.lines) :]
+    is_table = any(line.startswith("|") for line in shown) and not code
+    shown = shown if is_table else [f"    {line}" for line in shown]
+    return "\n".join([f"{time.monotonic() - start:.0f} s, {result}.", "", *shown]), code
+
+
+def environment(part: Part) -> dict[str, str]:
+    folders = [ROOT / "src", ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", "")]
+    names = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    if part.most_gpus:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+            map(str, range(torch.cuda.device_count()))
+        )
+        names["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[: part.most_gpus])
+    return os.environ | names
 
 
 def machine(gpus: int) -> str:
+    """Return a line about this machine: its GPUs, and the versions of what runs on them."""
     names = sorted({torch.cuda.get_device_name(index) for index in range(gpus)})
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     nccl = ".".join(map(str, torch.cuda.nccl.version()))

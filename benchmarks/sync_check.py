@@ -1,8 +1,8 @@
-"""Train ten steps in which an operation that waits for the GPU is an error.
+"""Check that no operation waits for the GPU in ten training steps: each one raises an error.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/sync_check.py
 
-`Handler` waits for the GPU once per summary, on an event, which torch does not count as a wait.
+`Handler` does wait once per summary, on a CUDA event, which PyTorch's check does not report.
 """
 
 import torch
@@ -11,15 +11,15 @@ from torch.utils.data import TensorDataset
 
 from ddp_ref import Callback, Handler, cleanup_ddp, initialize_ddp
 
-QUIET_FROM, STEPS = 15, 10  # after the first steps, in which DDP times itself
+FIRST, STEPS = 15, 10  # after the first steps, in which DDP times itself
 
 
-class NoWaits(Callback):
-    """Make each operation that waits for the GPU an error, for some steps."""
+class ForbidWaits(Callback):
+    """Turn operations that wait for the GPU into errors, for some steps."""
 
     def on_step_end(self) -> None:
-        quiet = QUIET_FROM <= self.handler.step < QUIET_FROM + STEPS
-        torch.cuda.set_sync_debug_mode("error" if quiet else "default")
+        checked = FIRST <= self.handler.step < FIRST + STEPS
+        torch.cuda.set_sync_debug_mode("error" if checked else "default")
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
         metrics={
             "accuracy": lambda outputs, targets: (outputs.argmax(1) == targets).float().mean()
         },
-        callbacks=[NoWaits()],
+        callbacks=[ForbidWaits()],
         clip_norm=1.0,
         precision="bf16",
         device="cuda",
@@ -42,7 +42,9 @@ def main() -> None:
     handler.set_train_loader(TensorDataset(inputs, inputs[:, :4].argmax(1)), 32)
     handler.train(1)
     if info.rank == 0:
-        print(f"{STEPS} steps on {info.world_size} x {info.device.type} did not wait for the GPU")
+        print(
+            f"no operation waited for the GPU in {STEPS} steps on {info.world_size} x {info.device.type}"
+        )
     cleanup_ddp()
 
 

@@ -1,4 +1,4 @@
-"""Checks that every rank makes on its own GPU; test_gpu.py starts the ranks."""
+"""Checks that run on every rank, each with its own GPU; test_gpu.py starts the ranks."""
 
 import threading
 import warnings
@@ -33,12 +33,12 @@ def rank():
 
 
 def in_a_thread(work):
-    """Call `work` in a new thread, whose current device is cuda:0 as always."""
+    """Call `work` in a new thread, where the current device is cuda:0 on every rank."""
     results = []
     thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
     thread.join()
-    return results[0]  # an IndexError if it raised
+    return results[0]  # raises IndexError if `work` has raised
 
 
 def assert_same_on_all_ranks(tensor):
@@ -66,8 +66,8 @@ def check_reductions():
     assert reduce_mean({"x": float(rank())}, count=1)["x"] == total / world_size()
 
 
-def objects_that_travel():
-    """Send tensors and objects in every way; return the devices on which GPU tensors arrive."""
+def send_tensors_and_objects():
+    """Gather and broadcast; return the devices on which GPU tensors have arrived."""
     mine = torch.full((rank() + 1, 2), float(rank()), device=initialize_ddp().device)
     parts = gather_tensors(mine, to_all=True)
     assert [part.shape[0] for part in parts] == [*range(1, world_size() + 1)]
@@ -83,15 +83,15 @@ def objects_that_travel():
     return {tensor.device for tensor in [*last, *(part["weights"] for part in dicts)]}
 
 
-def check_objects_arrive_on_the_receivers_own_gpu():
-    assert objects_that_travel() == {initialize_ddp().device}
+def check_received_tensors_are_on_this_ranks_gpu():
+    assert send_tensors_and_objects() == {initialize_ddp().device}
 
 
-def check_objects_arrive_there_in_a_thread_as_well():
-    assert in_a_thread(objects_that_travel) == {initialize_ddp().device}
+def check_received_tensors_are_on_this_ranks_gpu_in_a_new_thread():
+    assert in_a_thread(send_tensors_and_objects) == {initialize_ddp().device}
 
 
-def check_on_rank_returns_a_gpu_tensor_and_an_error():
+def check_on_rank_returns_gpu_tensors_and_raises_errors():
     last = world_size() - 1
     result = on_rank(last, broadcast=True)(lambda: torch.arange(3, device="cuda"))()
     assert result.device == initialize_ddp().device and result.tolist() == [0, 1, 2]
@@ -102,7 +102,7 @@ def check_on_rank_returns_a_gpu_tensor_and_an_error():
     assert "no such thing" in str(raised(KeyError, on_rank(0)(fail)))
 
 
-def check_a_handler_trains_the_same_model_everywhere():
+def check_handler_weights_are_equal_on_all_ranks():
     handler = job(8 * world_size(), 2, device="cuda", clip_norm=1.0, accumulate=2)
     handler.set_val_loader(Points(5), 2)
     handler.train(3)
@@ -120,8 +120,6 @@ def check_a_handler_trains_the_same_model_everywhere():
 
 
 def check_a_handler_trains_in_a_thread():
-    """The thread's current device is cuda:0, whatever the rank."""
-
     def work():
         handler = job(8 * world_size(), 2, device="cuda")
         handler.set_val_loader(Points(5), 2)
@@ -147,7 +145,7 @@ def check_precisions_and_counts():
         assert handler.train_losses[-1] < handler.train_losses[0]
 
 
-def check_buffers_are_those_of_rank_0_in_one_broadcast():
+def check_buffers_are_those_of_rank_0_after_validation():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     handler = job(8 * world_size(), 2, model=model, device="cuda", metrics={"accuracy": accuracy})
     handler.set_val_loader(Points(4 * world_size()), 2)
@@ -156,7 +154,7 @@ def check_buffers_are_those_of_rank_0_in_one_broadcast():
 
 
 def check_a_wrong_device_is_an_error_on_all_ranks():
-    """As "cuda:0" in the script of all ranks is: right on rank 0, so rank 0 must not wait."""
+    """A hard-coded "cuda:0" is right on rank 0 only, which must raise too and not wait."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if world_size() > 1:

@@ -1,4 +1,4 @@
-"""What only the fake GPU can show: how often training waits, slices of a card, a whole report."""
+"""Tests that need the fake GPU: how often training waits, MIG slices, and the GPU report."""
 
 import os
 import re
@@ -30,7 +30,7 @@ class Counts(Callback):
 
 
 def counts_of_20_steps(**options):
-    """Return by how much each counter grows in 20 steps, after the first 20."""
+    """Return how much each counter grows during steps 21 to 40."""
     counts = Counts()
     job(600, 10, device="cuda", callbacks=[counts], **options).train(1)
     before, after = counts.after[STEPS - 1], counts.after[2 * STEPS - 1]
@@ -41,21 +41,22 @@ def counts_of_20_steps(**options):
     ("options", "waits"),
     [
         pytest.param({}, 2, id="fp32"),
-        pytest.param({"sync_every": 5}, 4, id="twice as many summaries"),
+        pytest.param({"sync_every": 5}, 4, id="sync_every=5"),
         pytest.param({"precision": "bf16", "clip_norm": 1.0}, 2, id="bf16 with clipping"),
-        pytest.param({"metrics": {"one": lambda *_: 1.0}}, 2, id="a metric that returns a float"),
+        pytest.param({"metrics": {"mean": lambda out, _: out.mean()}}, 2, id="a metric: tensor"),
+        pytest.param({"metrics": {"one": lambda *_: 1.0}}, 2, id="a metric: float"),
         pytest.param({"count": lambda batch: len(batch[1])}, 2, id="count"),
         pytest.param({"on_nonfinite": "skip"}, 2 + STEPS, id="skipping"),
-        # GradScaler reads whether a gradient is infinite, and Handler reads the scale.
+        # GradScaler reads whether a gradient overflowed, and Handler reads the new scale.
         pytest.param({"precision": "fp16"}, 2 + 2 * STEPS, id="fp16"),
         pytest.param({"precision": "fp16", "clip_norm": 1.0}, 2 + 2 * STEPS, id="fp16, clipping"),
     ],
 )
 def test_waits_of_handler(options, waits):
-    """One for each summary, every 10 steps, and what the precision or the settings need."""
+    """Handler waits once per summary (every 10 steps), plus what the options require."""
     counts = counts_of_20_steps(**options)
     assert sum(counts[name] for name in WAITS) == waits, counts
-    # Two tensors of a batch come from pinned memory, and only the summary's start from elsewhere.
+    # A batch's two tensors come from pinned memory, and only the summary from pageable memory.
     assert counts["h2dPinned"] == 2 * STEPS
     assert counts["h2dPageable"] == counts["eventSync"]
 
@@ -69,50 +70,50 @@ def test_waits_of_handler(options, waits):
         pytest.param(torchrun(1, SCRIPTS / "multinode_slurm.py"), id="slurm"),
     ],
 )
-def test_waits_of_the_ladder(tmp_path, command):
-    """Only the copies of the two tensors of a batch wait, in training and in evaluation."""
+def test_waits_of_the_scripts(tmp_path, command):
+    """The scripts wait only for the copies of a batch's two tensors."""
     path = [str(ROOT / "tests" / "fakegpu" / "count_waits"), os.environ["PYTHONPATH"]]
     env = {"PYTHONPATH": os.pathsep.join(path)}
     ended = run(*command, "--epochs", "3", cwd=tmp_path, env=env)
     assert ended.code == 0, ended.stderr
     loops = re.findall(r"(\d+) batches, (\d+) waits", ended.stdout)
     assert len(loops) == 6
-    for batches, waits in loops[2:4]:  # DDP times its own first 11 steps, and every 100th
+    for batches, waits in loops[2:4]:  # of epoch 2: in epochs 1 and 3, DDP times some steps
         assert int(waits) == 2 * int(batches)
 
 
-def test_checks_of_the_weights_wait_once(tmp_path):
-    """However many tensors a model has; a copy to the CPU for the file is one for each."""
+def test_the_check_of_all_weights_waits_once(tmp_path):
+    """However many tensors the model has. Copying them to the CPU waits once per tensor."""
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(30)), torch.nn.Linear(4, 2))
     handler = job(20, 10, model=model, device="cuda")
     before = torch._fake_counts()
     handler.save(tmp_path / "a.pt")
     after = torch._fake_counts()
-    tensors = 2 * 31 + 2  # weights and biases, and the sums of the loss and of the random state
+    tensors = 2 * 31 + 2  # weights and biases, the loss totals and the random state
     assert sum(after[name] - before[name] for name in WAITS) <= tensors + 1
 
 
-def test_slices_of_one_card_cannot_be_used_together(tmp_path):
-    """MIG: they have different uuids, but one PCI address, by which nccl refuses them."""
+def test_mig_slices_of_one_card_run_on_the_cpu(tmp_path):
+    """They have different UUIDs but share a PCI address, so NCCL refuses to connect them."""
     (tmp_path / "ranks.py").write_text(
         "from ddp_ref import initialize_ddp; print(initialize_ddp().device)"
     )
     env = {"FAKE_MIG": "1", "FAKE_GPUS": "2"}
     ended = run(*torchrun(2, tmp_path / "ranks.py"), cwd=tmp_path, env=env)
     assert ended.stdout.split() == ["cpu", "cpu"]
-    says = "1 GPU for 2 ranks (2 MIG slices of the same cards, which NCCL cannot use together)"
-    assert ended.stderr.count(says) == 1, ended.stderr
+    warning = "1 GPU for 2 ranks (2 MIG slices of the same cards, which NCCL cannot use together)"
+    assert ended.stderr.count(warning) == 1, ended.stderr
 
 
 PAGE = "# A page\n<!-- begin of the report -->\nold\n<!-- end of the report -->\nThe rest.\n"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="takes long, so on 1 fake GPU only")
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="slow, so it runs with one fake GPU only")
 def test_the_report_is_written_into_the_page(tmp_path):
-    """All but the tests, in which this one is: they would run for a second time."""
+    """Every part except Tests, which would run the tests of test_gpu.py again."""
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    parts = ["Doctor", "Waits", "Speed"]
+    parts = ["Doctor", "Waits", "Ranks", "Speed"]
     command = [sys.executable, ROOT / "benchmarks" / "gpu_report.py", *parts]
     ended = run(*command, "--page", page, "--rounds=1", cwd=tmp_path)
     assert ended.code == 0, ended.stdout + ended.stderr
@@ -121,5 +122,7 @@ def test_the_report_is_written_into_the_page(tmp_path):
         text.startswith("# A page\n") and text.endswith("\nThe rest.\n") and "\nold\n" not in text
     )
     assert re.findall(r"### (\w+)\n\n\d+ s, passed", text) == parts
-    assert "x FakeGPU with 16 GiB" in text and "10 steps on" in text
+    assert (
+        "x FakeGPU with 16 GiB" in text and "no operation waited for the GPU in 10 steps on" in text
+    )
     assert "| Handler |" in text and "characters a second" in text

@@ -1,4 +1,4 @@
-"""What needs a GPU: run by `pytest -m gpu` where there is one, by `make test-fakegpu` anywhere."""
+"""GPU tests: `pytest -m gpu` runs them on real GPUs, `make test-fakegpu` on fake ones."""
 
 import json
 import os
@@ -15,7 +15,10 @@ from ddp_ref import Handler, ParallelExecutor, parallel_on_all_devices, run_rank
 
 GPUS = torch.cuda.device_count()
 if GPUS == 0:
-    pytest.skip("needs a GPU; on a fake one: make test-fakegpu", allow_module_level=True)
+    pytest.skip(
+        "no CUDA device is visible: make test-fakegpu runs these on fake GPUs",
+        allow_module_level=True,
+    )
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, there are {GPUS}")
@@ -24,79 +27,96 @@ two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, there are
 # ---------------------------------------------------------------- the scripts
 
 
-def finished(*command, cwd, **options):
-    """Run a command to its end, without an error and without a complaint of nccl's."""
+def run_cleanly(*command, cwd, **options):
+    """Run a command; fail if it exits with an error, or if PyTorch warns about how it uses NCCL."""
     ended = run(*command, cwd=cwd, **options)
     assert ended.code == 0, ended.stdout + ended.stderr
-    for complaint in ("destroy_process_group", "unbatched P2P", "using GPU", "barrier"):
-        assert complaint not in ended.stderr, ended.stderr
+    # parts of the warnings about an open group, blocking sends and a guessed device
+    for warning in ("destroy_process_group", "unbatched P2P", "using GPU", "barrier"):
+        assert warning not in ended.stderr, ended.stderr
     return ended.stdout + ended.stderr
 
 
-def launch(script, name):
+def launch_command(script, launcher):
     """Return the command that starts a script on all GPUs."""
-    if script in ("single_gpu", "minimal_ddp") and name == "alone":
+    if launcher == "python":
         return [sys.executable, SCRIPTS / f"{script}.py"]
-    if name == "spawn":
+    if launcher == "spawn":
         return [sys.executable, SCRIPTS / f"{script}.py", "--nproc", str(GPUS)]
     return torchrun(GPUS, SCRIPTS / f"{script}.py")
 
 
 @pytest.mark.parametrize(
-    ("script", "name"),
+    ("script", "launcher"),
     [
-        ("single_gpu", "alone"),
+        ("single_gpu", "python"),
         ("multigpu_spawn", "spawn"),
         ("multigpu_torchrun", "torchrun"),
         ("multinode_slurm", "torchrun"),
     ],
 )
-def test_the_ladder(tmp_path, script, name):
-    text = finished(*launch(script, name), "--epochs", "3", cwd=tmp_path)
+def test_the_scripts_train_on_gpus(tmp_path, script, launcher):
+    effective_batch = ["--batch-size", str(max(1, 32 // GPUS))]  # 32 on any number of GPUs
+    text = run_cleanly(
+        *launch_command(script, launcher), "--epochs", "3", *effective_batch, cwd=tmp_path
+    )
     assert "running on CUDA" in text
     accuracies = [float(line.split()[-1]) for line in text.splitlines() if "test accuracy" in line]
     assert accuracies[-1] > 0.9
 
 
-def test_a_snapshot_is_loaded_on_a_machine_without_gpus(tmp_path):
+def test_a_snapshot_from_gpus_resumes_on_the_cpu(tmp_path):
     flags = ["--epochs", "2"]
-    finished(*torchrun(GPUS, SCRIPTS / "multigpu_torchrun.py"), *flags, cwd=tmp_path)
+    run_cleanly(*torchrun(GPUS, SCRIPTS / "multigpu_torchrun.py"), *flags, cwd=tmp_path)
     cpu = {"CUDA_VISIBLE_DEVICES": ""}
     flags = ["--epochs", "3"]
-    text = finished(
+    text = run_cleanly(
         *torchrun(GPUS, SCRIPTS / "multigpu_torchrun.py"), *flags, cwd=tmp_path, env=cpu
     )
     assert "running on the CPU" in text and "epoch 3" in text and "epoch 2" not in text
 
 
-@pytest.mark.parametrize("name", ["alone", "torchrun"])
-def test_the_smallest_script(tmp_path, name):
-    text = finished(*launch("minimal_ddp", name), cwd=tmp_path)
-    assert f"all {1 if name == 'alone' else GPUS} processes on cuda hold the same weights" in text
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_minimal_ddp(tmp_path, launcher):
+    text = run_cleanly(*launch_command("minimal_ddp", launcher), cwd=tmp_path)
+    assert (
+        f"all {1 if launcher == 'python' else GPUS} processes on cuda hold the same weights" in text
+    )
     assert torch.load(tmp_path / "minimal.pt", weights_only=True)["0.weight"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("name", ["spawn", "torchrun"])
-def test_the_reference(tmp_path, name):
+def test_minimal_ddp_refuses_more_processes_than_gpus(tmp_path):
+    ended = run(*torchrun(GPUS + 1, SCRIPTS / "minimal_ddp.py"), cwd=tmp_path)
+    assert ended.code == 1 and f"{GPUS} GPUs for {GPUS + 1} processes" in ended.stderr
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_train_reference(tmp_path, launcher):
     config = ["--config", SCRIPTS / "configs" / "digits.yaml", "--set", "training.num_epochs=2"]
-    finished(*launch("train_reference", name), *config, cwd=tmp_path)
+    run_cleanly(*launch_command("train_reference", launcher), *config, cwd=tmp_path)
     settings = json.loads((tmp_path / "runs" / "digits" / "config.json").read_text())
     assert (settings["device"], settings["world_size"]) == ("cuda:0", GPUS)
 
 
-@pytest.mark.parametrize("name", ["spawn", "torchrun"])
-def test_the_character_model(tmp_path, name):
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_char_gpt(tmp_path, launcher):
     small = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "512"]
-    text = finished(
-        *launch("char_gpt", name), *small, "--epochs", "1", "--length", "40", cwd=tmp_path
+    text = run_cleanly(
+        *launch_command("char_gpt", launcher),
+        *small,
+        "--epochs",
+        "1",
+        "--length",
+        "40",
+        cwd=tmp_path,
     )
     assert f"{GPUS} x cuda:0 in bf16" in text or f"{GPUS} x cuda:0 in fp16" in text
 
 
-# ---------------------------------------------------------------- Handler alone
+# ---------------------------------------------------------------- Handler on one GPU
 
 
-def on_gpu(**options):
+def gpu_job(**options):
     return job(200, 10, device="cuda", **options)
 
 
@@ -111,16 +131,19 @@ SETTINGS = {
 
 @pytest.mark.parametrize("settings", [*SETTINGS])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_precisions(precision, settings, tmp_path):
-    handler = on_gpu(precision=precision, **SETTINGS[settings])
+def test_train_validate_predict_and_resume(precision, settings, tmp_path):
+    handler = gpu_job(precision=precision, **SETTINGS[settings])
     handler.set_val_loader(Points(50), 10)
     handler.train(3)
     assert handler.train_losses[-1] < handler.train_losses[0]
-    assert handler.validate() == {"loss": handler.val_losses[-1], **last(handler.val_metrics)}
+    assert handler.validate() == {
+        "loss": handler.val_losses[-1],
+        **last_values(handler.val_metrics),
+    }
     outputs = handler.predict(Points(50), 10)
     assert outputs.shape == (50, 2) and outputs.device.type == "cpu"
     handler.save(tmp_path / "a.pt")
-    resumed = on_gpu(precision=precision, **SETTINGS[settings])
+    resumed = gpu_job(precision=precision, **SETTINGS[settings])
     resumed.load(tmp_path / "a.pt")
     assert torch.equal(flat(resumed.model), flat(handler.model))
     for each in (handler, resumed):
@@ -128,12 +151,12 @@ def test_precisions(precision, settings, tmp_path):
     torch.testing.assert_close(flat(resumed.model), flat(handler.model))
 
 
-def last(lists):
+def last_values(lists):
     return {name: values[-1] for name, values in lists.items()}
 
 
 def test_a_step_whose_gradients_overflow_is_skipped():
-    handler = on_gpu(precision="fp16")
+    handler = gpu_job(precision="fp16")
     handler.optimizer_step.scaler = torch.amp.GradScaler(init_scale=2.0**127)
     before = flat(handler.model)
     handler.train(1)
@@ -141,21 +164,21 @@ def test_a_step_whose_gradients_overflow_is_skipped():
     assert torch.equal(flat(handler.model), before)
 
 
-def test_a_loaded_scale_is_not_taken_for_an_overflow(tmp_path):
-    """A smaller scale after a step says that the step was skipped, after a load it does not."""
-    other = on_gpu(precision="fp16")
+def test_loading_a_smaller_scale_does_not_count_as_a_skipped_step(tmp_path):
+    """GradScaler lowers the scale when it skips a step; a checkpoint may hold a low one too."""
+    other = gpu_job(precision="fp16")
     other.optimizer_step.scaler = torch.amp.GradScaler(init_scale=2.0**4)
     other.train(1)
     other.save(tmp_path / "a.pt")
-    handler = on_gpu(precision="fp16")
+    handler = gpu_job(precision="fp16")
     handler.train(1)
     handler.load(tmp_path / "a.pt")
     handler.train(2)
     assert handler.step == 40 and handler.skipped == 0
 
 
-def test_from_a_gpu_to_the_cpu_and_back(tmp_path):
-    handler = on_gpu()
+def test_a_checkpoint_moves_from_gpu_to_cpu_and_back(tmp_path):
+    handler = gpu_job()
     handler.train(1)
     handler.save(tmp_path / "gpu.pt")
     body = """
@@ -170,16 +193,16 @@ print(handler.device, handler.epoch)
     (tmp_path / "cpu.py").write_text(body)
     path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
-    assert "cpu 2" in finished(sys.executable, "cpu.py", cwd=tmp_path, env=env)
-    back = on_gpu()
+    assert "cpu 2" in run_cleanly(sys.executable, "cpu.py", cwd=tmp_path, env=env)
+    back = gpu_job()
     back.load(tmp_path / "cpu.pt")
     back.train(3)
     handler.train(3)
     torch.testing.assert_close(flat(back.model), flat(handler.model))
 
 
-def test_adagrad_and_a_checkpoint_for_any_machine(tmp_path):
-    """Adagrad creates its state with the optimizer, so on the CPU."""
+def test_adagrad_state_moves_to_the_gpu_and_is_saved_on_the_cpu(tmp_path):
+    """Adagrad creates its state in the constructor, while the model is still on the CPU."""
     model = network()
     optimizer = torch.optim.Adagrad(model.parameters())
     handler = Handler(model, optimizer, nn.functional.cross_entropy, device="cuda")
@@ -192,20 +215,22 @@ def test_adagrad_and_a_checkpoint_for_any_machine(tmp_path):
     assert all(part.device.type == "cpu" for part in parts)
 
 
-def test_batches_are_pinned_unless_the_user_says_no():
-    handler = on_gpu()
+def test_batches_are_pinned_unless_the_user_decides():
+    handler = gpu_job()
     assert handler.train_loader.pin_memory
     assert all(part.is_pinned() for part in next(iter(handler.train_loader)))
     handler.set_train_loader(Points(20), 3, pin_memory=False)
     assert not handler.train_loader.pin_memory
     handler.set_val_loader(Points(20), 3)
     assert handler.val_loader.pin_memory
-    handler.set_train_loader(torch.utils.data.DataLoader(Points(20), 3))  # as the user made it
+    handler.set_train_loader(
+        torch.utils.data.DataLoader(Points(20), 3)
+    )  # an existing loader keeps its own setting
     assert not handler.train_loader.pin_memory
 
 
 @two_gpus
-def test_a_handler_on_the_second_gpu_makes_it_current():
+def test_a_handler_on_cuda_1_sets_the_current_device():
     try:
         handler = job(20, 3, device="cuda:1")
         handler.train(1)
@@ -219,8 +244,8 @@ def test_a_gpu_that_only_emulates_bfloat16_is_refused(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
     )
-    with pytest.raises(ValueError, match="has no bfloat16"):
-        on_gpu(precision="bf16")
+    with pytest.raises(ValueError, match="has no bfloat16 in hardware"):
+        gpu_job(precision="bf16")
 
 
 # ---------------------------------------------------------------- ranks
@@ -232,7 +257,7 @@ def test_on_ranks(launch, name):
     check_passes(launch, name)
 
 
-ONE_LINE = """
+PRINT_DEVICE = """
 import sys
 import torch.distributed as dist
 from ddp_ref import initialize_ddp
@@ -242,53 +267,55 @@ sys.stdout.flush()
 """
 
 
-def devices_of(tmp_path, nproc, body=ONE_LINE, **env):
-    """Start ranks; return what they print, sorted, and what they complain about."""
+def run_ranks_of(tmp_path, nproc, body=PRINT_DEVICE, **env):
+    """Run `body` on ranks; return their output lines, sorted, their stderr, and the exit code."""
     (tmp_path / "ranks.py").write_text(body)
     ended = run(*torchrun(nproc, tmp_path / "ranks.py"), cwd=tmp_path, env=env)
-    return sorted(ended.stdout.split("\n"))[1:], ended.stderr, ended.code
+    lines = [line for line in ended.stdout.splitlines() if " on " in line]  # not those of NCCL
+    return sorted(lines, key=lambda line: int(line.split()[0])), ended.stderr, ended.code
 
 
-def test_a_rank_that_forgets_to_clean_up_ends_without_a_complaint(tmp_path):
-    shown, errors, code = devices_of(tmp_path, GPUS)
+def test_an_open_group_is_closed_at_exit_without_a_warning(tmp_path):
+    shown, errors, code = run_ranks_of(tmp_path, GPUS)
     assert shown == [f"{rank} on cuda:{rank} by nccl" for rank in range(GPUS)]
     assert code == 0 and "destroy_process_group" not in errors, errors
 
 
-def test_more_ranks_than_gpus(tmp_path):
-    shown, errors, _ = devices_of(tmp_path, GPUS + 1)
+def test_more_ranks_than_gpus_run_on_the_cpu(tmp_path):
+    shown, errors, _ = run_ranks_of(tmp_path, GPUS + 1)
     assert shown == [f"{rank} on cpu by gloo" for rank in range(GPUS + 1)]
     plural = "s" * (GPUS > 1)
     assert errors.count(f"{GPUS} GPU{plural} for {GPUS + 1} ranks: running on the CPU") == 1
 
 
-def test_a_handler_that_wants_a_gpu_then_raises_on_all_ranks(tmp_path):
+def test_device_cuda_is_an_error_where_ranks_run_on_the_cpu(tmp_path):
     body = """
 import torch
 from ddp_ref import Handler
 model = torch.nn.Linear(2, 1)
 Handler(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss(), device="cuda")
 """
-    _, errors, code = devices_of(tmp_path, GPUS + 1, body)
+    _, errors, code = run_ranks_of(tmp_path, GPUS + 1, body)
     assert code == 1
-    assert errors.count("ValueError: device is cuda, but") >= GPUS + 1, errors
+    assert "ValueError: device is cuda, but" in errors  # torchrun may end the other ranks first
 
 
-VISIBLE = 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = WHICH\n' + ONE_LINE
+ONE_VISIBLE = 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = WHICH\n' + PRINT_DEVICE
+SEEN = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
 
 
 @two_gpus
-def test_each_rank_sees_only_its_own_gpu(tmp_path):
-    """As under Slurm's --gpus-per-task=1: the index is 0 on all ranks, and the GPUs differ."""
-    shown, errors, code = devices_of(
-        tmp_path, 2, VISIBLE.replace("WHICH", 'os.environ["LOCAL_RANK"]')
+def test_ranks_that_see_only_their_own_gpu(tmp_path):
+    """As under Slurm's --gpus-per-task=1: cuda:0 on all ranks, but different cards."""
+    shown, errors, code = run_ranks_of(
+        tmp_path, 2, ONE_VISIBLE.replace("WHICH", f'{SEEN}[int(os.environ["LOCAL_RANK"])]')
     )
     assert shown == ["0 on cuda:0 by nccl", "1 on cuda:0 by nccl"] and code == 0, errors
 
 
 @two_gpus
-def test_two_ranks_see_the_same_gpu(tmp_path):
-    shown, errors, _ = devices_of(tmp_path, 2, VISIBLE.replace("WHICH", '"0"'))
+def test_ranks_that_share_one_gpu_run_on_the_cpu(tmp_path):
+    shown, errors, _ = run_ranks_of(tmp_path, 2, ONE_VISIBLE.replace("WHICH", repr(SEEN[0])))
     assert shown == ["0 on cpu by gloo", "1 on cpu by gloo"]
     assert errors.count("1 GPU for 2 ranks: running on the CPU") == 1
 
@@ -296,13 +323,15 @@ def test_two_ranks_see_the_same_gpu(tmp_path):
 # ---------------------------------------------------------------- workers and doctor
 
 
-def test_each_worker_has_its_own_gpu_and_tensors_stay_there():
+def test_each_worker_uses_its_own_gpu():
     with ParallelExecutor() as executor:
         results = executor.run(lambda device: torch.arange(3, device=device) * 2)
         assert [result.device.index for result in results] == [*range(GPUS)]
         assert executor.run(lambda device: torch.cuda.current_device()) == [*range(GPUS)]
-        own = executor.run(lambda device, x: (x.device == device, x.cpu()), torch.ones(2).cuda())
-        assert [(here, x.tolist()) for here, x in own] == [(True, [1.0, 1.0])] * GPUS
+        arguments = executor.run(
+            lambda device, x: (x.device == device, x.cpu()), torch.ones(2).cuda()
+        )
+        assert [(here, x.tolist()) for here, x in arguments] == [(True, [1.0, 1.0])] * GPUS
     with pytest.raises(ValueError, match=f"{GPUS} CUDA devices are visible"):
         ParallelExecutor(GPUS + 1)
     batch = torch.randn(8, 3, device="cuda:0")
@@ -325,7 +354,7 @@ def test_run_ranks():
 
 
 def test_doctor(tmp_path):
-    text = finished(sys.executable, "-m", "ddp_ref", "doctor", cwd=tmp_path)
+    text = run_cleanly(sys.executable, "-m", "ddp_ref", "doctor", cwd=tmp_path)
     name = torch.cuda.get_device_name(0)
     assert f"{GPUS} visible GPU" in text and name in text
     assert "nccl" in text and "0 problems" in text

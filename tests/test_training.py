@@ -161,13 +161,14 @@ def test_saves_every_few_epochs_and_the_last(tmp_path):
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
-def test_the_smallest_script(tmp_path, nproc):
+def test_minimal_ddp(tmp_path, nproc):
     """It runs alone in a folder of its own: by plain python (0) and under torchrun."""
     shutil.copy(SCRIPTS / "minimal_ddp.py", tmp_path / "train.py")
     command = torchrun(nproc, "train.py") if nproc else [sys.executable, "train.py"]
     ended = run(*command, cwd=tmp_path)
     assert ended.code == 0, ended.stderr
-    *epochs, proof = ended.stdout.splitlines()
+    start, *epochs, proof = ended.stdout.splitlines()
+    assert start == f"training in {nproc or 1} processes on cpu"
     losses = [float(line.split()[-1]) for line in epochs]
     assert len(losses) == 5 and losses == sorted(losses, reverse=True)
     assert proof == f"all {nproc or 1} processes on cpu hold the same weights"
@@ -178,3 +179,5 @@ def test_the_smallest_script(tmp_path, nproc):
     inputs = torch.randn(1000, 20)
     right = model(inputs).argmax(1) == (inputs.square().sum(1) > 20).long()
     assert right.float().mean() > 0.75  # on points that it has not seen
+    ended = run(sys.executable, "train.py", cwd=tmp_path, env={"SLURM_NTASKS": "2"})
+    assert ended.code == 1 and "start with torchrun" in ended.stderr

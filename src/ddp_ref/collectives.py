@@ -163,7 +163,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
         return obj
     sender = dist.get_rank() == src
     box: list[Any] = [bytes(pack_object(obj)) if sender else None]
-    dist.broadcast_object_list(box, src, _group_for_cpu())
+    dist.broadcast_object_list(box, src, _cpu_group())
     return obj if sender else unpack_object(box[0])
 
 
@@ -229,7 +229,7 @@ def _reduce_typed_storage(storage: torch.TypedStorage) -> tuple[Any, ...]:
 
 
 def _reduce_tensor(tensor: Any) -> Any:
-    # Otherwise all of its storage would be sent.
+    # A view is sent with its whole storage, so copy a view of a larger tensor first.
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return tensor.__reduce_ex__(5)
@@ -246,7 +246,7 @@ def exchange_objects(own: T) -> list[T]:
     """Return the small objects that all ranks pass, in rank order (collective)."""
     every = [own] * _world_size()
     if len(every) > 1:
-        dist.all_gather_object(every, own, _group_for_cpu())
+        dist.all_gather_object(every, own, _cpu_group())
     return every
 
 
@@ -263,7 +263,7 @@ def move_tensor(own: Any, form: Any, src: int, to_all: bool = False) -> Tensor |
     # Not every backend sends every dtype, but all of them send bytes. A tensor of one element is
     # contiguous whatever its stride says, so the stride is set here.
     if whole.numel() and _world_size() > 1 and (to_all or src > 0):
-        flat, group = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8), _group_for_cpu()
+        flat, group = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8), _cpu_group()
         if to_all:
             dist.broadcast(flat, src, group)
         else:
@@ -283,11 +283,11 @@ def _device() -> torch.device:
     """Return a device whose tensors the default group takes: the CPU, or under nccl the GPU."""
     if _world_size() == 1 or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
-    return known_group().info.device  # not "cuda": in a new thread, that is cuda:0 on every rank
+    return known_group().info.device  # not "cuda": in a new thread, that means cuda:0
 
 
-def _group_for_cpu() -> dist.ProcessGroup | None:
-    """Return a group that takes CPU tensors: None, the default one, or under nccl a gloo group."""
+def _cpu_group() -> dist.ProcessGroup | None:
+    """Return the group for CPU tensors: under nccl the side group, else None, the default group."""
     opened = open_group() if _device().type == "cuda" else None
     return opened.side if opened else None
 

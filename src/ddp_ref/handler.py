@@ -166,14 +166,14 @@ class Handler:
             batch_size: Samples per rank and batch. Default: the existing loader's.
             steps_per_epoch: Optimizer steps per epoch, for an IterableDataset. The next epoch
                 continues the stream. It restarts when it ends and at each call of `train`.
-            **loader: Anything else that DataLoader takes. `pin_memory` is on by default on a GPU.
+            **loader: Anything else that DataLoader takes. `pin_memory` defaults to True on a GPU.
 
         Raises:
             ValueError: If an option is wrong, the data has no batch, or its length differs
                 between ranks.
         """
-        own: dict[str, Any] = self._shard_options(data, loader) | {"seed": self.seed}
-        made = train_loader(data, batch_size, **own, **loader)
+        options: dict[str, Any] = self._shard_options(data, loader) | {"seed": self.seed}
+        made = train_loader(data, batch_size, **options, **loader)
         batches = TrainBatches(made, self, steps_per_epoch)
         if steps_per_epoch is None:  # streams of the ranks may differ in length
             self._check_same(items=length_or_none(made.dataset), batches=length_or_none(made))
@@ -424,7 +424,7 @@ class Handler:
         if wanted is None or wanted == torch.device(own.type):  # "cuda" means the rank's own GPU
             wanted = own
         if self.info.distributed:
-            # "cuda:0" is right on rank 0, which must not go on alone: all ranks see all problems.
+            # A hard-coded "cuda:0" is right on rank 0, which must raise as well instead of waiting.
             for problem in filter(None, exchange_objects("" if wanted == own else wrong)):
                 raise ValueError(f"{problem}: leave out device, or call cleanup_ddp first")
         if wanted.type == "cuda":
@@ -467,10 +467,10 @@ class Handler:
         return made
 
     def _shard_options(self, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's shard, and on a GPU pinned memory if nobody has said otherwise."""
+        """Return this rank's shard; on a GPU, also pinned memory, unless the caller decides."""
         shard = {"rank": self.rank, "world_size": self.info.world_size}
-        chosen = "pin_memory" in given or isinstance(data, DataLoader)
-        return shard | ({} if chosen else {"pin_memory": self.device.type == "cuda"})
+        decided = "pin_memory" in given or isinstance(data, DataLoader)
+        return shard | ({} if decided else {"pin_memory": self.device.type == "cuda"})
 
     def _check_same(self, **lengths: int | None) -> None:
         if self.info.distributed:

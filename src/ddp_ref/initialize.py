@@ -157,7 +157,7 @@ def open_group() -> OpenGroup | None:
 
 
 def known_group() -> OpenGroup:
-    """Return what is recorded about the default group, even if other code opened it."""
+    """Return the record of the default group; make it if other code opened the group."""
     default = dist.distributed_c10d._get_default_group()
     if default not in _groups:
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -211,7 +211,7 @@ def _initialize_distributed(
         side = rendezvous.run("open the group", lambda: _open_groups(rendezvous, device))
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            _clean_up_at_exit()
+            _clean_up_at_exit(device)
         else:
             atexit.register(cleanup_ddp)
             if not os.environ.get("OMP_NUM_THREADS"):
@@ -231,6 +231,8 @@ def _initialize_distributed(
 def _open_groups(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGroup:
     """Open the default group and return its side group, once all ranks have opened theirs."""
     cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)  # in a new thread, the current device is cuda:0
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         store=rendezvous.store,
@@ -248,20 +250,21 @@ def _open_groups(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGr
     return side
 
 
-def _clean_up_at_exit() -> None:
-    """Have the group closed at exit, and wait 10 s for that at most: nccl may wait for other ranks.
+def _clean_up_at_exit(device: torch.device) -> None:
+    """Close the group at exit, but give up after 10 s: nccl may be waiting for other ranks.
 
-    Python 3.12 cannot start a thread at exit, so the thread that closes the group starts now.
+    Python 3.12 cannot start a thread at exit, so the closing thread starts now, and waits.
     """
     exiting = Event()
 
     def close() -> None:
         exiting.wait()
+        torch.cuda.set_device(device)
         cleanup_ddp()
 
     thread = Thread(target=close, daemon=True)
     thread.start()
-    atexit.register(wait_until_gloo_is_idle)  # called last, because the order is reversed
+    atexit.register(wait_until_gloo_is_idle)  # atexit calls these in reverse, so this one last
     atexit.register(thread.join, 10)
     atexit.register(exiting.set)
 
@@ -305,10 +308,7 @@ def _agree_on_device(launch: LaunchInfo, gpus: list[str], backend: str | None) -
     if len(seen) > cards:
         problem += f" ({len(seen)} MIG slices of the same cards, which NCCL cannot use together)"
     if backend == "nccl":
-        raise RuntimeError(
-            f'{problem}: backend="nccl" needs one GPU per rank. Start one rank per GPU, '
-            'or use backend="gloo"'
-        )
+        raise RuntimeError(f'{problem}: backend="nccl" needs one each; start fewer, or use "gloo"')
     if launch.rank == 0:
         warnings.warn(
             f"{problem}: running on the CPU; to use CUDA, start one rank per GPU", stacklevel=4

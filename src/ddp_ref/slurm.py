@@ -82,7 +82,7 @@ def _tasks_per_node(counts: str, node: int) -> tuple[int, int]:
     for item in counts.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item)
         if match is None:
-            raise ValueError(f"tasks per node must be like 2(x3),1, not {counts!r}: srun sets them")
+            raise ValueError(f"SLURM_TASKS_PER_NODE must be like 2(x3),1, not {counts!r}: unset it")
         first, nodes = nodes, nodes + int(match[2] or 1)
         if first <= node < nodes:
             tasks = int(match[1])

@@ -191,9 +191,9 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def check_finite(model: nn.Module) -> None:
     """Raise FloatingPointError if a weight is not finite: training cannot recover from that."""
     buffers = dict(model.named_buffers())
-    # A module's extra state need not be a tensor.
+    # Extra state need not be a tensor.
     state = {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
-    # A buffer may be infinite on purpose, as a mask is.
+    # A buffer, such as a mask, may be infinite on purpose, so there only nan is an error.
     wrong = [(v.isnan() if n in buffers else ~v.isfinite()).any() for n, v in state.items()]
     for name, is_wrong in zip(state, torch.stack(wrong).tolist() if wrong else [], strict=True):
         if is_wrong:

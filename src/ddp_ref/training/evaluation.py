@@ -23,7 +23,7 @@ def evaluating(model: nn.Module, distributed: bool) -> Iterator[None]:
     BatchNorm's buffers differ between ranks, because each rank has seen its own samples.
     """
     if distributed and (buffers := list(model.buffers())):
-        # As DDP does it: one message of up to 256 MiB for all buffers of a dtype, not one for each.
+        # Like DDP, send all buffers of a dtype in one message (up to 256 MiB).
         dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, 2**28, 0)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -45,7 +45,7 @@ class OptimizerStep:
         self.scheduler, self.unit = _scheduler(scheduler)
         self.clip_norm, self.skip_nonfinite = clip_norm, on_nonfinite == "skip"
         self.scaler = torch.amp.GradScaler() if precision == "fp16" else None
-        self._scale: float | None = None  # the scaler's, after the last step
+        self._scale: float | None = None  # the loss scale after the last step
         self.skipped = 0  # steps that were not taken
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -81,8 +81,8 @@ class OptimizerStep:
         if self.scaler:
             before = self._scale or self.scaler.get_scale()
             self.scaler.update()
-            self._scale = self.scaler.get_scale()  # waits for the GPU, so once per step
-            # GradScaler skips a step with infinite gradients. Only the smaller scale shows it.
+            self._scale = self.scaler.get_scale()  # reading it waits for the GPU
+            # GradScaler skips a step with infinite gradients. The only sign is the smaller scale.
             taken = taken and self._scale >= before
         if taken and self.unit == "step":
             self.scheduler.step()
@@ -96,7 +96,7 @@ class OptimizerStep:
             self.scheduler.step(loss) if plateau else self.scheduler.step()
 
     def load_parts(self, saved: dict[str, Any]) -> None:
-        """Load the state of each of the `parts` from a checkpoint."""
+        """Restore the `parts` and the number of skipped steps from a checkpoint."""
         for name, part in self.parts().items():
             part.load_state_dict(saved[name])
         self.skipped, self._scale = saved["skipped"], None
@@ -166,4 +166,4 @@ def _check_precision(precision: str, device: torch.device) -> None:
     if precision == "fp16" and not cuda:
         raise ValueError(f'precision="fp16" needs a CUDA device, not {device}: use "bf16"')
     if precision == "bf16" and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f'{device} has no bfloat16: use precision="fp16" or "fp32"')
+        raise ValueError(f'{device} has no bfloat16 in hardware: use precision="fp16" or "fp32"')
