@@ -42,9 +42,8 @@ def main() -> None:
     handler.set_train_loader(TensorDataset(inputs, inputs[:, :4].argmax(1)), 32)
     handler.train(1)
     if info.rank == 0:
-        print(
-            f"no operation waited for the GPU in {STEPS} steps on {info.world_size} x {info.device.type}"
-        )
+        where = f"{info.world_size} x {info.device.type}"
+        print(f"no operation waited for the GPU in {STEPS} steps on {where}")
     cleanup_ddp()
 
 
