@@ -8,6 +8,7 @@ language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**.md", "notebooks/*.ipynb"]
+include_patterns += ["tests/fakegpu/README.md"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 
 nb_execution_mode = "off"  # the committed outputs, which `make test-notebooks` compares
@@ -51,6 +52,7 @@ docs/slurm
 :caption: To look up
 
 docs/gpu
+tests/fakegpu/README
 docs/troubleshooting
 docs/scripts
 docs/reference

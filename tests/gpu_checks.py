@@ -1,10 +1,13 @@
 """Checks that run on every rank, each with its own GPU; test_gpu.py starts the ranks."""
 
+import runpy
 import threading
 import warnings
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from harness import SCRIPTS
 from rank_checks import raised, run_checks
 from torch import nn
 from training_job import Points, accuracy, flat, job
@@ -143,6 +146,17 @@ def check_precisions_and_counts():
         handler.train(2)
         assert_same_on_all_ranks(flat(handler.model))
         assert handler.train_losses[-1] < handler.train_losses[0]
+
+
+def check_char_gpt_chooses_one_precision_for_all_ranks():
+    """The last rank's GPU, say an older one, has no bfloat16."""
+
+    def is_supported(including_emulation=True):
+        return including_emulation or rank() < world_size() - 1
+
+    pick_precision = runpy.run_path(str(SCRIPTS / "char_gpt.py"))["pick_precision"]
+    with patch.object(torch.cuda, "is_bf16_supported", is_supported):
+        assert pick_precision(initialize_ddp().device) == "fp16"
 
 
 def check_buffers_are_those_of_rank_0_after_validation():

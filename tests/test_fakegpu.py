@@ -126,3 +126,30 @@ def test_the_report_is_written_into_the_page(tmp_path):
         "x FakeGPU with 16 GiB" in text and "no operation waited for the GPU in 10 steps on" in text
     )
     assert "| Handler |" in text and "characters a second" in text
+
+
+VALIDATE = """
+import torch
+from torch import nn
+from training_job import Points, job
+from ddp_ref import initialize_ddp
+
+info = initialize_ddp(use_distributed=True)
+layers = [layer for _ in range(10) for layer in (nn.Linear(4, 4), nn.BatchNorm1d(4))]
+handler = job(40, 4, model=nn.Sequential(*layers, nn.Linear(4, 2)), device="cuda")
+handler.set_val_loader(Points(8), 4)
+handler.validate()
+before = torch._fake_counts()["nccl"]
+handler.validate()
+if info.rank == 0:
+    print(torch._fake_counts()["nccl"] - before)
+"""
+
+
+def test_validation_sends_the_buffers_of_a_dtype_at_once(tmp_path):
+    """30 buffers of two dtypes are two messages; the third has the losses."""
+    (tmp_path / "validate.py").write_text(VALIDATE)
+    path = [str(ROOT / "tests"), os.environ["PYTHONPATH"]]
+    env = {"PYTHONPATH": os.pathsep.join(path)}
+    ended = run(*torchrun(torch.cuda.device_count(), "validate.py"), cwd=tmp_path, env=env)
+    assert (ended.stdout, ended.code) == ("3\n", 0), ended.stderr
