@@ -79,8 +79,8 @@ MUTATIONS = (
         "allow-list-by-name",
         "!pyobject reaches other modules, such as os, through the modules that are allowed.",
         "config/loader.py",
-        "if not _under(home, allow):",
-        "if not _under(name, allow):",
+        "if not _under(home, allowed):",
+        "if not _under(name, allowed):",
         "test_configuration.py",
     ),
     Mutation(
