@@ -118,7 +118,7 @@ test-coverage: $(READY)  ## run all tests and tell which lines and branches of t
 test-docs: $(READY)  ## run the code fences of the README and of docs/, and compare what they print
 	$(BIN)/python -m pytest README.md docs $(ARGS)
 
-test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints; 05 after slurm-up
+test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints; 07 after slurm-up
 	$(BIN)/python -m pytest --nbval -n 2 notebooks $(ARGS)
 	$(BIN)/python -m pytest -m exercises $(ARGS)
 
@@ -136,7 +136,7 @@ fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a 
 
 test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 5 minutes
 	@for gpus in 1 2 4; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
-		$(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/test_fakegpu.py $(ARGS) || exit 1; done
+		$(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
 
 gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md; installs nothing
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu_report.py $(ARGS)

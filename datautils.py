@@ -1,24 +1,21 @@
-"""What the four scripts share and no step of the course changes.
+"""Everything that stays the same in the four scripts: data, flags and files.
 
-The data: `MyTrainDataset`, `digits`, `load_dataset`, `count_right`.
-The start: `parse_args`, `pick_device`, `share_cores`, `read_slurm_step`, `open_store`.
-The file: `read_checkpoint`, `check_fits`, `write_checkpoint`.
+Data: `MyTrainDataset`, `digits`, `load_dataset`, `count_right`.
+Flags: `parse_args`.
+Files: `read_checkpoint`, `check_fits`, `write_checkpoint`.
 """
 
 import argparse
 import math
 import os
-import re
-import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
-import torch.distributed as dist
 import torch.distributed.nn  # here: imported after a group is open, it would hold it to the end
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
@@ -81,7 +78,10 @@ def count_right(model: nn.Module, data: DataLoader, device: torch.device) -> Ten
     """Return, (2,) float64 on `device`, how many answers of `model` are right and how many it gave.
 
     Right is the class with the largest output, or for a float target a number within 0.1 of it.
+    The model is in `eval()` mode meanwhile.
     """
+    was_training = model.training
+    model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for inputs, targets in data:  # (batch, features), and (batch,) classes or (batch, 1) numbers
         outputs, targets = model(inputs.to(device)), targets.to(device)
@@ -89,6 +89,7 @@ def count_right(model: nn.Module, data: DataLoader, device: torch.device) -> Ten
         right = outputs.argmax(1) == targets if is_class else (outputs - targets).abs() < 0.1
         totals[0] += right.sum()  # adding on the device does not make the CPU wait
         totals[1] += len(targets)
+    model.train(was_training)
     return totals
 
 
@@ -143,76 +144,6 @@ def _number(
 
     what = "a finite number above 0" if kind is float else f"an integer from {low} to {high}{why}"
     return parse
-
-
-def pick_device(flag: str, local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
-    """Return a GPU of its own for this rank if all `local_ranks` of the host get one, else the CPU.
-
-    The second value says which and why, in one line. `flag` is "auto", "cpu" or "cuda"; "cuda"
-    with too few GPUs exits, because two nccl ranks cannot share one.
-    """
-    visible = torch.cuda.device_count()
-    gpus = visible
-    if visible == 1 and _is_slurm_task():  # --gpus-per-task=1 shows each task its own GPU alone
-        gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", visible))
-    have = f"{gpus or 'no'} GPU{'s' * (gpus > 1)} for {local_ranks} rank{'s' * (local_ranks > 1)}"
-    if flag != "cpu" and gpus >= local_ranks:
-        index = local_rank if visible >= local_ranks else 0
-        return torch.device("cuda", index), f"{have}: running on CUDA"
-    if flag == "cuda":
-        _exit(f"--device cuda needs a GPU for every rank, found {have}: use --device cpu")
-    hint = f"; NPROC={gpus} uses the GPU{'s' * (gpus > 1)}" if flag == "auto" and gpus else ""
-    return torch.device("cpu"), f"{have}: running on the CPU{hint}"
-
-
-def _is_slurm_task() -> bool:
-    """Return whether srun started this rank, and no torchrun in between."""
-    env = os.environ
-    is_task = "SLURM_LOCALID" in env and env.get("LOCAL_RANK") == env["SLURM_LOCALID"]
-    return is_task and "TORCHELASTIC_RUN_ID" not in env
-
-
-def share_cores(local_ranks: int) -> None:
-    """Leave this process its share of the cores, unless OMP_NUM_THREADS decides.
-
-    torch gives each process a thread for every core that it may use; torchrun sets
-    OMP_NUM_THREADS=1, spawn and srun nothing, and ranks with all cores each slow each other down.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_ranks))
-
-
-def read_slurm_step(env: Mapping[str, str]) -> tuple[str, str, str]:
-    """Return the first host of this Slurm step, a port for it, and the ranks on this host.
-
-    The step may not include the first host of its job, and its tasks per node read "2(x3),1".
-    Two steps of a job get different ports; MASTER_PORT overrides the choice.
-    """
-    command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
-    hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    port = 10000 + (int(env["SLURM_JOB_ID"]) * 61 + int(env["SLURM_STEP_ID"])) % 20000
-    tasks = [  # on each node: "2(x3),1" is 2, 2, 2, 1
-        count
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
-        for _ in range(int(times or 1))
-    ]
-    return hosts[0], str(port), tasks[int(env["SLURM_NODEID"])]
-
-
-def open_store() -> dist.Store:
-    """Return the store of this attempt, in which the ranks that a launcher started find each other.
-
-    torchrun serves one store through all its restarts (torch 2.13), where a new rank can read the
-    address of a dead one and wait for it: hence a prefix for each attempt. Agents on several nodes
-    count attempts differently; they can let rank 0 serve a new store each time instead.
-    """
-    store, _, _ = next(dist.rendezvous("env://"))  # of MASTER_ADDR and MASTER_PORT
-    env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store
-    if int(env["GROUP_WORLD_SIZE"]) > 1 and int(env["TORCHELASTIC_MAX_RESTARTS"]) > 0:
-        _exit("--max-restarts on several nodes needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun")
-    return dist.PrefixStore(env["TORCHELASTIC_RESTART_COUNT"], store)
 
 
 def read_checkpoint(path: Path, *keys: str) -> dict[str, Any] | None:

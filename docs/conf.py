@@ -51,6 +51,8 @@ docs/slurm
 :hidden:
 :caption: To look up
 
+docs/cheat-sheet
+docs/glossary
 docs/gpu
 tests/fakegpu/README
 docs/troubleshooting

@@ -1,6 +1,6 @@
 """Make the notebooks from their MyST sources and run them: .md to .ipynb, never the other way.
 
-python notebooks/build.py [notebooks/02_spawn.md ...]    # without names: all
+python notebooks/build.py [notebooks/03_spawn.md ...]    # without names: all
 """
 
 import argparse

@@ -16,11 +16,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def setup():
     """Join the process group that torchrun describes and return this process's device."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:  # plain python sets none of these: a group of one
-        if int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+        if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             sys.exit("srun does not set RANK: start with torchrun, or each task trains alone")
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")
+        os.environ.update(alone)
+    if missing := [name for name in alone if name not in os.environ]:
+        sys.exit(f"RANK is set, but not {', '.join(missing)}: start with torchrun, which sets all")
     gpus, processes = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     if gpus == 0:
         dist.init_process_group("gloo")

@@ -1,5 +1,9 @@
 """Train in processes that this script starts:  python scripts/multigpu_spawn.py --nproc 2"""
 
+import os
+import random
+import sys
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -10,23 +14,31 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import datautils
 
 
-def ddp_setup(rank, world_size, device, port):
-    """Join the process group. Collective: every rank calls it, none returns before all have."""
-    datautils.share_cores(world_size)
-    gpu = device if device.type == "cuda" else None
-    if gpu:
-        torch.cuda.set_device(gpu)
-    store = dist.TCPStore("127.0.0.1", port)  # where the ranks find each other
-    backend = "nccl" if gpu else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=gpu)
+def ddp_setup(rank, world_size, wanted):
+    """Join the process group and return this rank's device. Collective: every rank calls it."""
+    if wanted == "cpu" or torch.cuda.device_count() < world_size:  # each rank needs its own GPU
+        if "OMP_NUM_THREADS" not in os.environ:  # the ranks share the cores of this machine
+            torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        return torch.device("cpu")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=device)
+    return device
 
 
 class Trainer:
     def __init__(self, model, train_data, test_data, optimizer, loss_fn, device, args):
-        self.model, self.optimizer, self.loss_fn = model.to(device), optimizer, loss_fn
-        self.train_data, self.test_data = train_data, test_data
-        self.device, self.args, self.rank = device, args, dist.get_rank()
-        self.model = DDP(self.model)  # broadcasts the weights of rank 0
+        self.model = model.to(device)
+        self.train_data = train_data
+        self.test_data = test_data
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.device = device
+        self.args = args
+        self.rank = dist.get_rank()
+        device_ids = [device.index] if device.type == "cuda" else None
+        self.model = DDP(self.model, device_ids=device_ids)  # broadcasts rank 0's weights
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -36,16 +48,19 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        self.train_data.sampler.set_epoch(epoch)  # without it, every epoch has the same order
+        self.train_data.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
+        self.model.train()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, samples
         for source, targets in self.train_data:  # (batch, features), (batch,)
             source, targets = source.to(self.device), targets.to(self.device)
-            totals[0] += self._run_batch(source, targets) * len(targets)
+            loss = self._run_batch(source, targets)
+            totals[0] += loss * len(targets)  # the mean over a batch, which may be a smaller one
             totals[1] += len(targets)
-        dist.all_reduce(totals)  # the sum over the ranks
+        dist.all_reduce(totals)  # sums over the ranks
         return (totals[0] / totals[1]).item()
 
     def _evaluate(self):
+        self.model.eval()
         totals = datautils.count_right(self.model.module, self.test_data, self.device)
         dist.all_reduce(totals)
         return (totals[0] / totals[1]).item()
@@ -56,9 +71,10 @@ class Trainer:
 
     def train(self, max_epochs):
         for epoch in range(max_epochs):
-            loss, accuracy = self._run_epoch(epoch), self._evaluate()
+            loss = self._run_epoch(epoch)
+            accuracy = self._evaluate()
             if self.rank > 0:
-                continue
+                continue  # only rank 0 prints and saves
             print(f"epoch {epoch + 1} | loss {loss:.4f} | test accuracy {accuracy:.4f}")
             if (epoch + 1) % self.args.save_every == 0 or epoch + 1 == max_epochs:
                 self._save_checkpoint(epoch)
@@ -73,20 +89,22 @@ def load_train_objs(args):
 
 
 def prepare_dataloader(dataset, args):
-    return DataLoader(dataset, args.batch_size, sampler=DistributedSampler(dataset, seed=args.seed))
+    sampler = DistributedSampler(dataset, seed=args.seed)  # each rank draws its own shard
+    # With data that takes time to load, add num_workers=4 and, on a GPU, pin_memory=True.
+    return DataLoader(dataset, args.batch_size, sampler=sampler)
 
 
-def main(rank, world_size, args, port):
-    device, why = datautils.pick_device(args.device, local_rank=rank, local_ranks=world_size)
-    ddp_setup(rank, world_size, device, port)
+def main(rank, world_size, args):
+    device = ddp_setup(rank, world_size, args.device)
     train_set, test_set, model, optimizer, loss_fn = load_train_objs(args)
     train_data = prepare_dataloader(train_set, args)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each item once in all
+    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each item exactly once
     test_data = DataLoader(test_shard, args.batch_size)
     trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
     if rank == 0:
-        batch = args.batch_size * world_size
-        print(f"{why} | effective batch {batch} | {len(train_data)} optimizer steps an epoch")
+        batch, gpus = args.batch_size * world_size, torch.cuda.device_count()
+        print(f"ranks: {world_size} | device: {device.type} ({gpus} GPUs visible)", end=" | ")
+        print(f"effective batch: {batch} | steps per epoch: {len(train_data)}")
     trainer.train(args.epochs)
     del trainer  # DDP holds the group, whose threads must end before Python does
     dist.destroy_process_group()
@@ -95,6 +113,10 @@ def main(rank, world_size, args, port):
 if __name__ == "__main__":
     args = datautils.parse_args(__doc__, checkpoint="checkpoint.pt", nproc=2)
     datautils.read_checkpoint(args.checkpoint)  # refuses to overwrite any other file
-    datautils.pick_device(args.device, local_rank=0, local_ranks=args.nproc)  # exits if wrong
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)  # on a free port
-    mp.spawn(main, args=(args.nproc, args, store.port), nprocs=args.nproc)
+    gpus = torch.cuda.device_count()
+    if args.device == "cuda" and gpus < args.nproc:
+        sys.exit(f"error: --device cuda needs {args.nproc} GPUs, found {gpus}: use --device cpu")
+    # Where the ranks meet: rank 0 listens there. Two jobs on one machine need different ports.
+    os.environ["MASTER_ADDR"] = "localhost"
+    os.environ["MASTER_PORT"] = str(random.randrange(20_000, 32_768))
+    mp.spawn(main, args=(args.nproc, args), nprocs=args.nproc)

@@ -1,5 +1,7 @@
 """Train on one device:  python scripts/single_gpu.py --epochs 20"""
 
+import sys
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
@@ -9,9 +11,13 @@ import datautils
 
 class Trainer:
     def __init__(self, model, train_data, test_data, optimizer, loss_fn, device, args):
-        self.model, self.optimizer, self.loss_fn = model.to(device), optimizer, loss_fn
-        self.train_data, self.test_data = train_data, test_data
-        self.device, self.args = device, args
+        self.model = model.to(device)
+        self.train_data = train_data
+        self.test_data = test_data
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.device = device
+        self.args = args
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -21,18 +27,21 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        # The order that DistributedSampler draws: randperm(n) from a generator of seed + epoch.
+        # Draw the same order as DistributedSampler: randperm(n), seeded with seed + epoch.
         self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)
+        self.model.train()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, samples
         for source, targets in self.train_data:  # (batch, features), (batch,)
             source, targets = source.to(self.device), targets.to(self.device)
-            totals[0] += self._run_batch(source, targets) * len(targets)
+            loss = self._run_batch(source, targets)
+            totals[0] += loss * len(targets)  # the mean over a batch, which may be a smaller one
             totals[1] += len(targets)
         return (totals[0] / totals[1]).item()
 
     def _evaluate(self):
-        right, answers = datautils.count_right(self.model, self.test_data, self.device)
-        return (right / answers).item()
+        self.model.eval()
+        totals = datautils.count_right(self.model, self.test_data, self.device)
+        return (totals[0] / totals[1]).item()
 
     def _save_checkpoint(self, epoch):
         datautils.write_checkpoint(self.args.checkpoint, self.model.state_dict())
@@ -40,7 +49,8 @@ class Trainer:
 
     def train(self, max_epochs):
         for epoch in range(max_epochs):
-            loss, accuracy = self._run_epoch(epoch), self._evaluate()
+            loss = self._run_epoch(epoch)
+            accuracy = self._evaluate()
             print(f"epoch {epoch + 1} | loss {loss:.4f} | test accuracy {accuracy:.4f}")
             if (epoch + 1) % self.args.save_every == 0 or epoch + 1 == max_epochs:
                 self._save_checkpoint(epoch)
@@ -56,16 +66,20 @@ def load_train_objs(args):
 
 def prepare_dataloader(dataset, args):
     sampler = RandomSampler(dataset, generator=torch.Generator())  # seeded before each epoch
+    # With data that takes time to load, add num_workers=4 and, on a GPU, pin_memory=True.
     return DataLoader(dataset, args.batch_size, sampler=sampler)
 
 
 def main(args):
-    device, why = datautils.pick_device(args.device, local_rank=0, local_ranks=1)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("error: --device cuda needs a GPU, found none: use --device cpu")
+    use_gpu = torch.cuda.is_available() and args.device != "cpu"
+    device = torch.device("cuda" if use_gpu else "cpu")
     train_set, test_set, model, optimizer, loss_fn = load_train_objs(args)
     train_data = prepare_dataloader(train_set, args)
     test_data = DataLoader(test_set, args.batch_size)
     trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
-    print(f"{why} | effective batch {args.batch_size} | {len(train_data)} optimizer steps an epoch")
+    print(f"device: {device.type} | batch: {args.batch_size} | steps per epoch: {len(train_data)}")
     trainer.train(args.epochs)
 
 

@@ -133,6 +133,37 @@ def check_a_handler_trains_in_a_thread():
     assert len(in_a_thread(work)) == 1
 
 
+def check_a_handler_of_the_main_thread_trains_in_another():
+    current = []
+
+    def loss_fn(outputs, targets):
+        current.append(torch.cuda.current_device())
+        return nn.functional.cross_entropy(outputs, targets)
+
+    model = nn.Linear(4, 2)
+    handler = Handler(model, torch.optim.SGD(model.parameters(), 0.1), loss_fn)
+    handler.set_train_loader(Points(4 * world_size()), 2)
+    handler.set_val_loader(Points(4 * world_size()), 2)
+    for method in (handler.validate, lambda: handler.train(1)):
+        in_a_thread(method)
+    assert len(current) > 2 and set(current) == {handler.device.index}
+
+
+def check_bfloat16_that_one_gpu_lacks_is_an_error_on_all_ranks():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    last = world_size() - 1
+
+    def is_supported(including_emulation=True):
+        return including_emulation or rank() < last
+
+    def make():
+        Handler(model, optimizer, nn.MSELoss(), precision="bf16")
+
+    with patch.object(torch.cuda, "is_bf16_supported", is_supported):
+        assert f"cuda:{last} has no bfloat16" in str(raised(ValueError, make))
+
+
 def check_precisions_and_counts():
     for precision in ("bf16", "fp16"):
         handler = job(

@@ -11,7 +11,7 @@ from torch import nn
 from training_job import Points, job, network
 
 from ddp_ref import Checkpoint, Handler
-from ddp_ref.training import train_state
+from ddp_ref.training import checkpoint, train_state
 from ddp_ref.training.batches import default_count, detach, inputs_of, move
 from ddp_ref.training.optimizer_step import move_optimizer_state
 
@@ -185,7 +185,8 @@ def test_all_tensors_of_a_checkpoint_come_from_the_cpu(monkeypatch):
 
     handler = job(8, 2)
     handler.train(1)
-    monkeypatch.setattr(train_state, "move", marked)
+    for module in (train_state, checkpoint):
+        monkeypatch.setattr(module, "move", marked)
     state = train_state.capture(handler)
 
     def tensors(value):

@@ -1,6 +1,7 @@
 """What cannot work is refused in one line, before any training, and nothing is lost."""
 
 import os
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -57,47 +58,24 @@ def test_defaults(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flag", "gpus", "local_ranks", "device", "says"),
+    "command",
     [
-        ("auto", 0, 1, "cpu", "no GPU for 1 rank: running on the CPU"),
-        ("auto", 0, 2, "cpu", "no GPU for 2 ranks: running on the CPU"),
-        ("auto", 1, 1, "cuda:0", "1 GPU for 1 rank: running on CUDA"),
-        ("auto", 1, 2, "cpu", "1 GPU for 2 ranks: running on the CPU; NPROC=1 uses the GPU"),
-        ("auto", 2, 3, "cpu", "2 GPUs for 3 ranks: running on the CPU; NPROC=2 uses the GPUs"),
-        ("auto", 4, 2, "cuda:0", "4 GPUs for 2 ranks: running on CUDA"),
-        ("cpu", 1, 1, "cpu", "1 GPU for 1 rank: running on the CPU"),
-        ("cuda", 1, 1, "cuda:0", "1 GPU for 1 rank: running on CUDA"),
+        [sys.executable, SCRIPTS / "single_gpu.py"],
+        [sys.executable, SCRIPTS / "multigpu_spawn.py"],
+        torchrun(2, SCRIPTS / "multigpu_torchrun.py"),
+        [sys.executable, SCRIPTS / "multinode_slurm.py"],
     ],
+    ids=["single_gpu", "spawn", "torchrun", "slurm"],
 )
-def test_device_rule(monkeypatch, flag, gpus, local_ranks, device, says):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert datautils.pick_device(flag, 0, local_ranks) == (torch.device(device), says)
-
-
-def test_device_is_the_local_rank(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert datautils.pick_device("auto", 3, 4)[0] == torch.device("cuda:3")
-
-
-def test_one_gpu_a_slurm_task(monkeypatch):
-    """Under --gpus-per-task=1 every task sees one GPU, its own, with index 0."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    step = {"LOCAL_RANK": "1", "SLURM_LOCALID": "1", "SLURM_GPUS_ON_NODE": "2"}
-    for name, value in step.items():
-        monkeypatch.setenv(name, value)
-    assert datautils.pick_device("auto", 1, 2)[0] == torch.device("cuda:0")
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "1")  # --gpus-per-node=1: the two share it
-    assert datautils.pick_device("auto", 1, 2)[0] == torch.device("cpu")
-    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # torchrun inside a task that sees one GPU
-    assert datautils.pick_device("auto", 1, 2)[0] == torch.device("cpu")
-
-
-@pytest.mark.parametrize(("gpus", "local_ranks"), [(0, 1), (1, 2)])
-def test_too_few_gpus(monkeypatch, gpus, local_ranks):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    with pytest.raises(SystemExit, match=r"^error: --device cuda needs .*--device cpu$"):
-        datautils.pick_device("cuda", 0, local_ranks)
+def test_too_few_gpus(tmp_path, command):
+    """With fake GPUs, tests/test_fakegpu.py also has the cases of some GPUs, but not enough."""
+    result = run(*command, "--device=cuda", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert result.code == 1 and result.stdout == ""
+    assert re.search(
+        r"^error: --device cuda needs .*, found .*: use --device cpu$", result.stderr, re.M
+    )
+    torchrun_reports = "torchrun" in str(command[-1])
+    assert ("Traceback" in result.stderr) == torchrun_reports
 
 
 def make_bad_file(path: Path, kind: str) -> None:

@@ -1,10 +1,15 @@
 """The benchmarks: what they make of times, and one of them measured for real."""
 
+import ast
 import importlib
 import re
 import sys
+import time
+from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import bench
+import gpu_report
 import numpy as np
 import pytest
 import torch
@@ -15,7 +20,7 @@ from steps import OURS, RAW, against_raw, times_on_rank
 from tables import Table, markdown, marks, number
 from turns import steps_of, take_turns
 
-from ddp_ref import run_ranks
+from ddp_ref import doctor, run_ranks
 
 BENCH = ROOT / "benchmarks" / "bench.py"
 PAGE = """before
@@ -167,6 +172,95 @@ def test_a_benchmark_that_needs_no_peer_runs_and_its_weights_agree(tmp_path, nam
     ended = run(sys.executable, BENCH, name, "--rounds=1", cwd=tmp_path, timeout=840)
     assert ended.code == 0, ended.stderr
     assert " median | " in ended.stdout and "ratio to " in ended.stdout
+
+
+def test_the_report_asks_for_what_its_parts_import():
+    """Also inside functions; steps.py and tables.py import the peers and matplotlib only there."""
+    imported = set()
+    for name in ("bench", "gpu", "finale", "side_by_side", "turns", "page"):
+        for node in ast.walk(ast.parse((BENCH.parent / f"{name}.py").read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None) or node.names[0].name]
+                imported |= {name.split(".")[0] for name in names}
+    packages = imported & packages_distributions().keys() - {"torch", "ddp_ref"}
+    parts = {part.title: part for part in gpu_report.parts(2, 1)}
+    assert {"numpy", "scipy"} <= packages <= set(parts["Speed"].needs)
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for name in {name for part in parts.values() for name in part.needs}:
+        assert f"`{ {'sklearn': 'scikit-learn', 'yaml': 'pyyaml'}.get(name, name) }`" in page
+
+
+def test_the_parts_of_the_report_have_time_enough_and_end_within_10_minutes():
+    parts = gpu_report.parts(8, 100)
+    assert sum(part.timeout + gpu_report.ENDING for part in parts) < 600
+    assert parts[0].title == "Doctor" and parts[0].timeout > 2 * doctor.LIMIT.total_seconds()
+
+
+STUCK = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("in", os.getcwd(), flush=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], start_new_session=True)
+time.sleep(60)
+"""
+
+
+def test_a_part_of_the_report_that_is_stuck_is_killed(monkeypatch):
+    """Its rank keeps the output open. Ten ranks of one part would use up the ten minutes."""
+    monkeypatch.setattr(gpu_report, "ENDING", 1)
+    start = time.monotonic()
+    text, code = gpu_report.run(gpu_report.Part("Stuck", (), 3, ["-c", STUCK]))
+    assert time.monotonic() - start < 15
+    assert code == 1 and "failed: not finished after 3 s" in text
+    assert "in /" in text and f"in {Path.cwd()}" not in text  # a part may write files
+
+
+@pytest.fixture
+def report(monkeypatch, tmp_path):
+    """Run the report with fake parts; return its exit code."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpu_report, "machine", lambda gpus: f"{gpus} GPUs")
+
+    def report(run, page):
+        monkeypatch.setattr(gpu_report, "run", run)
+        monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--page", str(page)])
+        return gpu_report.main()
+
+    return report
+
+
+def test_the_report_is_written_after_each_part(report, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"before {gpu_report.BEGIN} old {gpu_report.END} after")
+
+    def run_one(part):
+        if part.title != "Doctor":
+            raise KeyboardInterrupt
+        return "the machine is healthy", 0
+
+    with pytest.raises(KeyboardInterrupt):
+        report(run_one, page)
+    text = page.read_text()
+    assert "2 GPUs\n\n### Doctor\n\nthe machine is healthy" in text and "old" not in text
+    assert text.startswith("before <!--") and text.endswith("--> after")
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_first_part(
+    report, tmp_path, monkeypatch, capsys
+):
+    page = tmp_path / "page.md"
+    page.write_text(f"{gpu_report.BEGIN}{gpu_report.END}")
+    open_file = Path.open
+
+    def read_only(path, mode="r", *args, **options):
+        if path == page and mode != "r":
+            raise OSError(30, "Read-only file system", str(path))
+        return open_file(path, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    with pytest.raises(SystemExit):
+        report(lambda part: pytest.fail("a part was run"), page)
+    assert "choose another one with --page: " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")

@@ -1,14 +1,13 @@
 """The package copied into another project, under another name, works; and it imports little."""
 
 import ast
-import io
 import shutil
 import sys
-import tokenize
 import zipfile
 
 import pytest
 from harness import ROOT, run, torchrun
+from lines_of_code import lines_of_code
 
 PACKAGE = ROOT / "src" / "ddp_ref"
 CORE = [  # a module imports only from those before it
@@ -194,24 +193,6 @@ BUDGETS = {  # lines of code, a tenth above the design's; docstrings and comment
     "training": (["training/*.py"], 1540),
     "config": (["config/*.py"], 440),
 }
-NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
-    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
-}
-
-
-def lines_of_code(text: str) -> int:
-    lines = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
-            first = node.body[0]
-            lines.difference_update(range(first.lineno, first.end_lineno + 1))
-    return len(lines)
 
 
 @pytest.mark.parametrize(("patterns", "limit"), BUDGETS.values(), ids=BUDGETS)

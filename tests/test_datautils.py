@@ -1,13 +1,13 @@
 """The data sets are the same everywhere, and the helpers of the scripts do what they say."""
 
 import os
+import runpy
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from harness import ROOT, SCRIPTS, Running, run
+from harness import ROOT, SCRIPTS, Running, free_port, run
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import datautils
@@ -15,9 +15,11 @@ import datautils
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "1",
-    "SLURM_STEP_NODELIST": "node[2-3]",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_NODEID": "3",
+    "SLURM_STEP_NODELIST": "node[2-5]",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_GTIDS": "6",  # the ranks on this node
 }
 
 
@@ -84,21 +86,47 @@ def test_count_right():
     assert datautils.count_right(torch.nn.Identity(), [], torch.device("cpu")).tolist() == [0, 0]
 
 
-def test_share_cores(tmp_path):
-    code = """if True:
-        import datautils, torch
-        torch.set_num_threads(6)
-        datautils.share_cores(2)
-        print(torch.get_num_threads())
-        datautils.share_cores(100)
-        print(torch.get_num_threads())
-    """
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    shared = subprocess.check_output([sys.executable, "-c", code], env=environment, timeout=60)
-    assert shared.split() == [b"3", b"1"]
-    environment["OMP_NUM_THREADS"] = "1"
-    fixed = subprocess.check_output([sys.executable, "-c", code], env=environment, timeout=60)
-    assert fixed.split() == [b"6", b"6"]
+@pytest.mark.parametrize("training", [True, False])
+def test_count_right_evaluates_in_eval_mode(training):
+    """Dropout is off while it counts, and the mode is what it was before."""
+    model = torch.nn.Dropout(1.0).train(training)  # in train() mode it would answer only zeros
+    data = [(torch.eye(3), torch.tensor([0, 1, 2]))]
+    assert datautils.count_right(model, data, torch.device("cpu")).tolist() == [3, 3]
+    assert model.training == training
+
+
+THREADS = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+sys.path.insert(0, {scripts!r})
+from multigpu_spawn import ddp_setup
+
+
+def work(rank):
+    torch.set_num_threads(6)
+    ddp_setup(rank, 2, "cpu")
+    sys.stdout.write(f"{{torch.get_num_threads()}}\\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    {unset}
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="{port}")
+    mp.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("unset", "threads"), [("del os.environ['OMP_NUM_THREADS']", "3"), ("", "6")]
+)
+def test_ranks_share_the_cores_unless_omp_num_threads_is_set(tmp_path, unset, threads):
+    code = THREADS.format(scripts=str(SCRIPTS), unset=unset, port=free_port())
+    (tmp_path / "threads.py").write_text(code)
+    result = run(sys.executable, "threads.py", cwd=tmp_path)
+    assert result.stdout.split() == [threads, threads], result.stderr
 
 
 @pytest.fixture
@@ -112,14 +140,27 @@ def slurm_client(tmp_path):
     return {"SLURM_CONF": str(conf)}
 
 
-def test_read_slurm_step(monkeypatch, slurm_client):
+def adopt(env):
+    """Return the variables that multinode_slurm.py sets from those of a Slurm step."""
+    runpy.run_path(str(SCRIPTS / "multinode_slurm.py"))["adopt_slurm_step"](env)
+    return env
+
+
+def test_adopt_slurm_step(monkeypatch, slurm_client):
     monkeypatch.setenv("SLURM_CONF", slurm_client["SLURM_CONF"])
-    host, port, local_ranks = datautils.read_slurm_step(STEP)
-    assert (host, local_ranks) == ("node2", "1")
-    assert 10000 <= int(port) < 30000
-    assert datautils.read_slurm_step(STEP | {"SLURM_NODEID": "0"})[2] == "2"
-    assert datautils.read_slurm_step(STEP | {"SLURM_STEP_TASKS_PER_NODE": "3,4,5,16"})[2] == "16"
-    assert datautils.read_slurm_step(STEP | {"SLURM_STEP_ID": "2"})[1] != port
+    env = adopt(dict(STEP))
+    assert (env["RANK"], env["WORLD_SIZE"]) == ("6", "7")
+    assert (env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("0", "1")
+    assert env["MASTER_ADDR"] == "node2" and 10_000 <= int(env["MASTER_PORT"]) < 30_000
+    assert adopt(STEP | {"SLURM_STEP_ID": "2"})["MASTER_PORT"] != env["MASTER_PORT"]
+    assert adopt(STEP | {"SLURM_GTIDS": "0,1,2"})["LOCAL_WORLD_SIZE"] == "3"
+
+
+def test_adopt_slurm_step_keeps_an_address_that_is_set():
+    """Then it needs no scontrol, which containers often lack."""
+    own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "PATH": ""}
+    env = adopt(STEP | own)
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", "4000")
 
 
 def test_multinode_under_the_variables_of_a_slurm_step(tmp_path, slurm_client):
@@ -130,9 +171,8 @@ def test_multinode_under_the_variables_of_a_slurm_step(tmp_path, slurm_client):
         | {
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_STEP_TASKS_PER_NODE": "2",
             "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_NODEID": "0",
+            "SLURM_GTIDS": "0,1",
         }
     )
     command = [sys.executable, SCRIPTS / "multinode_slurm.py", "--epochs", "1"]
@@ -143,7 +183,10 @@ def test_multinode_under_the_variables_of_a_slurm_step(tmp_path, slurm_client):
     ):
         results = [first.wait(), second.wait()]
     assert [result.code for result in results] == [0, 0], results
-    assert "2 ranks: running on the CPU | effective batch 64 | 23 opt" in results[0].stdout
+    assert (
+        "ranks: 2 | device: cpu (0 GPUs visible) | effective batch: 64 | steps per epoch: 23"
+        in results[0].stdout
+    )
     assert "rank 1 is local rank 1 on " in results[1].stdout
     assert "epoch 1 | saved snapshot.pt" in results[0].stdout
 
@@ -154,7 +197,10 @@ def test_a_slurm_job_outside_a_step_is_one_process(tmp_path):
     command = [sys.executable, SCRIPTS / "multinode_slurm.py", "--epochs", "1"]
     result = run(*command, cwd=tmp_path, env=job)
     assert result.code == 0, result.stderr
-    assert "for 1 rank: running on the CPU | effective batch 32 | 45 opt" in result.stdout
+    assert (
+        "ranks: 1 | device: cpu (0 GPUs visible) | effective batch: 32 | steps per epoch: 45"
+        in result.stdout
+    )
 
 
 def test_make_names_its_targets(tmp_path):

@@ -39,7 +39,7 @@ def result(check, launch=ALONE):
 def test_a_line_per_check_and_a_summary(tmp_path):
     """Before the slow check it says so, so that nobody takes the wait for a hang."""
     with Running(*COMMAND, cwd=tmp_path) as running:
-        running.wait_for("doctor: starting 2 gloo ranks, up to 90 s ...")
+        running.wait_for("doctor: starting 2 gloo ranks, up to 45 s ...")
         assert "all-reduce" not in running.text()  # it is said before, not with the result
         ended = running.wait()
     assert ended.code == 0, ended.stdout + ended.stderr

@@ -1,22 +1,68 @@
 """A typical mistake in a notebook's exercise gets the hint that is meant for it."""
 
+import ast
+import re
 from importlib import import_module
 
+import jupytext
 import pytest
 from exercises import all_exercises, check
+from harness import ROOT
 
 pytestmark = pytest.mark.exercises
-CHAPTERS = [f"mistakes.chapter_{number:02}" for number in range(11)]
+CHAPTERS = sorted(path.stem[:2] for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.md"))
 MISTAKES = {
     name: mistakes
-    for chapter in CHAPTERS
-    for name, mistakes in import_module(chapter).MISTAKES.items()
+    for number in CHAPTERS
+    for name, mistakes in import_module(f"mistakes.chapter_{number}").MISTAKES.items()
 }
+SOLUTION = re.compile(
+    r"<details>\n<summary>Solution</summary>\n\n```python\n(.*?)```\n.*?</details>", re.DOTALL
+)
+
+
+def solutions():
+    """Return the solutions in the chapters by the name of their function, with their chapter."""
+    found = {}
+    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.md")):
+        for code in SOLUTION.findall(path.read_text()):
+            name = re.findall(r"^def (\w+)\(", code, re.MULTILINE)[-1]
+            assert name not in found, f"two solutions of {name}"
+            found[name] = path, code
+    return found
+
+
+SOLUTIONS = solutions()
 
 
 def test_no_two_exercises_have_one_name():
-    found = [import_module(f"exercises.chapter_{number:02}").EXERCISES for number in range(11)]
+    found = [import_module(f"exercises.chapter_{number}").EXERCISES for number in CHAPTERS]
     assert sum(len(exercises) for exercises in found) == len(all_exercises())
+
+
+def test_every_exercise_has_a_solution():
+    assert SOLUTIONS.keys() == all_exercises().keys()
+
+
+def imports_for(code, path):
+    """Return the import statements of a chapter that bring names which `code` uses."""
+    used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    found = []
+    for cell in jupytext.read(path).cells:
+        for node in ast.parse(cell.source).body if cell.cell_type == "code" else []:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+                found += [ast.unparse(node)] * bool(names & used)
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("name", SOLUTIONS)
+def test_a_solution_is_right(name):
+    """It runs with the imports of its chapter, as in a reader's notebook."""
+    path, code = SOLUTIONS[name]
+    names = {"__name__": "__main__"}
+    exec(f"{imports_for(code, path)}\n{code}", names)
+    assert check(names[name]) == "right"
 
 
 def test_every_exercise_has_two_mistakes_with_hints_of_their_own():
@@ -30,7 +76,7 @@ def test_every_exercise_has_two_mistakes_with_hints_of_their_own():
     ("name", "number"), [(name, n) for name in MISTAKES for n in range(len(MISTAKES[name]))]
 )
 def test_a_mistake_gets_its_hint(name, number, capsys):
-    """That a stub gets 'not yet' and the solution 'right' is seen as the notebooks run."""
+    """That a stub gets 'not yet' is seen as the notebooks run."""
     wrong, hint = MISTAKES[name][number]
     wrong.__name__ = name
     answer = check(wrong)

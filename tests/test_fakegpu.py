@@ -3,10 +3,11 @@
 import os
 import re
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
-from harness import ROOT, SCRIPTS, run, torchrun
+from harness import ROOT, SCRIPTS, Running, free_port, run, torchrun
 from training_job import job
 
 from ddp_ref import Callback
@@ -32,7 +33,7 @@ class Counts(Callback):
 def counts_of_20_steps(**options):
     """Return how much each counter grows during steps 21 to 40."""
     counts = Counts()
-    job(600, 10, device="cuda", callbacks=[counts], **options).train(1)
+    job(1800, 10, device="cuda", callbacks=[counts], **options).train(1)  # on up to 4 ranks
     before, after = counts.after[STEPS - 1], counts.after[2 * STEPS - 1]
     return {name: after[name] - before[name] for name in after}
 
@@ -56,9 +57,121 @@ def test_waits_of_handler(options, waits):
     """Handler waits once per summary (every 10 steps), plus what the options require."""
     counts = counts_of_20_steps(**options)
     assert sum(counts[name] for name in WAITS) == waits, counts
-    # A batch's two tensors come from pinned memory, and only the summary from pageable memory.
-    assert counts["h2dPinned"] == 2 * STEPS
-    assert counts["h2dPageable"] == counts["eventSync"]
+    # A batch's two tensors come from pinned memory.
+    assert (counts["h2dPinned"], counts["h2dPageable"]) == (2 * STEPS, 0)
+
+
+def on_all_gpus(folder, body, gpus=None, **options):
+    """Run `body` on one rank per fake GPU; it may import from tests/."""
+    (folder / "ranks.py").write_text(body)
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ["PYTHONPATH"]])}
+    if gpus:
+        env["FAKE_GPUS"] = str(gpus)
+    ended = run(*torchrun(torch.cuda.device_count(), "ranks.py"), cwd=folder, env=env, **options)
+    assert ended.code == 0, ended.stderr
+    return ended
+
+
+COUNT = """
+from test_fakegpu import WAITS, counts_of_20_steps
+from ddp_ref import cleanup_ddp, initialize_ddp
+
+info = initialize_ddp(use_distributed=True)
+for options in ({}, {"count": lambda batch: len(batch[1])}):
+    counts = counts_of_20_steps(**options)
+    if info.rank == 0:
+        print(sum(counts[n] for n in WAITS), counts["h2dPinned"], counts["h2dPageable"])
+cleanup_ddp()
+"""
+
+
+def test_waits_of_handler_under_a_group(tmp_path):
+    """Other ranks add no wait. With `count`, the sum over the ranks adds no copy either."""
+    ended = on_all_gpus(tmp_path, COUNT)
+    assert ended.stdout.splitlines() == [f"2 {2 * STEPS} 0"] * 2, ended.stderr
+
+
+SUMMARY = """
+import torch
+from ddp_ref import cleanup_ddp, initialize_ddp
+from ddp_ref.training.loss_and_metrics import RunningSums
+from ddp_ref.training.rank_sync import RankSync
+
+info = initialize_ddp(use_distributed=True)
+sums = RunningSums(["loss"], info.device)
+sync = RankSync(info.device, True)
+
+def events():
+    # Of the training stream, for tensors that have more than one number per rank.
+    trace = torch.cuda.memory._snapshot()["device_traces"][info.device.index]
+    ours = [e for e in trace if e["stream"] == 0 and e["size"] > 8 * info.world_size]
+    return [e["action"] for e in ours if e["action"] != "snapshot"]
+
+sync.start(sums)
+sync.finish()
+torch.zeros(1, device=info.device)  # now the memory of this first summary is free
+torch.cuda.memory._record_memory_history()
+sync.start(sums)
+started = events()
+sync.reset()
+if info.rank == 0:
+    print(started, events())
+cleanup_ddp()
+"""
+
+
+def test_nothing_else_gets_the_memory_of_a_summary_that_is_under_way(tmp_path):
+    """NCCL and a side stream still use it, so neither it nor a hidden copy of it may be freed."""
+    kept, freed = ["alloc"] * 2, ["free_requested"] * 2  # and not free_completed
+    ended = on_all_gpus(tmp_path, SUMMARY)
+    assert ended.stdout == f"{kept} {kept + freed}\n", ended.stderr
+    assert "Warning" not in ended.stderr
+
+
+FOREIGN = """
+import os
+import torch
+import torch.distributed as dist
+from ddp_ref import barrier, gather_objects, on_rank
+
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(GPUS - 1 - rank)
+dist.init_process_group("nccl")
+on_rank(0, barrier=True)(lambda: None)()
+barrier()
+from ddp_ref import initialize_ddp
+devices = gather_objects(str(initialize_ddp().device))
+if rank == 0:
+    print(devices)
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_of_the_users_keeps_the_devices_that_the_user_set(tmp_path):
+    ranks = torch.cuda.device_count()
+    gpus = 2 * ranks
+    ended = on_all_gpus(tmp_path, FOREIGN.replace("GPUS", str(gpus)), gpus)
+    assert ended.stdout == f"{[f'cuda:{gpus - 1 - rank}' for rank in range(ranks)]}\n"
+    assert "barrier" not in ended.stderr, ended.stderr  # nccl has no GPU to guess
+
+
+def test_extra_state_on_the_cpu_is_checked_and_saved(tmp_path):
+    class Counted(torch.nn.Linear):
+        extra = 1.0
+
+        def get_extra_state(self):
+            return torch.tensor(self.extra)
+
+        def set_extra_state(self, state):
+            self.extra = state.item()
+
+    model = Counted(4, 2)
+    handler = job(20, 10, model=model, device="cuda")
+    handler.train(1)
+    handler.save(tmp_path / "a.pt")
+    model.extra = float("nan")
+    with pytest.raises(FloatingPointError, match="_extra_state is not finite"):
+        handler.save(tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize(
@@ -80,6 +193,43 @@ def test_waits_of_the_scripts(tmp_path, command):
     assert len(loops) == 6
     for batches, waits in loops[2:4]:  # of epoch 2: in epochs 1 and 3, DDP times some steps
         assert int(waits) == 2 * int(batches)
+
+
+@pytest.mark.parametrize("script", ["multigpu_spawn", "multigpu_torchrun", "multinode_slurm"])
+def test_scripts_with_fewer_gpus_than_ranks(tmp_path, script):
+    """They run on the CPU and say how many GPUs they see; with --device=cuda, they refuse."""
+    gpus = torch.cuda.device_count()
+    if script == "multigpu_spawn":
+        command = [sys.executable, SCRIPTS / f"{script}.py", f"--nproc={gpus + 1}"]
+    else:
+        command = torchrun(gpus + 1, SCRIPTS / f"{script}.py")
+    ended = run(*command, "--epochs=1", cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert f"ranks: {gpus + 1} | device: cpu ({gpus} GPUs visible)" in ended.stdout
+    ended = run(*command, "--device=cuda", cwd=tmp_path)
+    assert ended.code == 1
+    refusal = f"error: --device cuda needs {gpus + 1} GPUs, found {gpus}: use --device cpu"
+    assert refusal in ended.stderr.splitlines()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() != 2, reason="needs two fake GPUs")
+@pytest.mark.parametrize(("on_node", "device"), [(2, "cuda"), (1, "cpu")])
+def test_one_visible_gpu_per_slurm_task(tmp_path, on_node, device):
+    """With --gpus-per-task=1, each task takes its only GPU; on a shared GPU, they take the CPU."""
+    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    env |= {"SLURM_GTIDS": "0,1", "SLURM_GPUS_ON_NODE": str(on_node)}
+    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    tasks = []
+    with ExitStack() as stack:
+        for rank in ("0", "1"):
+            gpu = rank if on_node == 2 else "0"
+            own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "CUDA_VISIBLE_DEVICES": gpu}
+            command = [sys.executable, SCRIPTS / "multinode_slurm.py", "--epochs=1"]
+            running = Running(*command, cwd=tmp_path, env=env | own)
+            tasks.append(stack.enter_context(running))
+        results = [task.wait() for task in tasks]
+    assert [result.code for result in results] == [0, 0], results
+    assert f"ranks: 2 | device: {device} (1 GPUs visible)" in results[0].stdout
 
 
 def test_the_check_of_all_weights_waits_once(tmp_path):
@@ -148,8 +298,5 @@ if info.rank == 0:
 
 def test_validation_sends_the_buffers_of_a_dtype_at_once(tmp_path):
     """30 buffers of two dtypes are two messages; the third has the losses."""
-    (tmp_path / "validate.py").write_text(VALIDATE)
-    path = [str(ROOT / "tests"), os.environ["PYTHONPATH"]]
-    env = {"PYTHONPATH": os.pathsep.join(path)}
-    ended = run(*torchrun(torch.cuda.device_count(), "validate.py"), cwd=tmp_path, env=env)
-    assert (ended.stdout, ended.code) == ("3\n", 0), ended.stderr
+    ended = on_all_gpus(tmp_path, VALIDATE)
+    assert ended.stdout == "3\n", ended.stderr

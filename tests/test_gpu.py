@@ -11,7 +11,13 @@ from rank_checks import check_passes, checks, on_ranks
 from torch import nn
 from training_job import Points, flat, job, network
 
-from ddp_ref import Handler, ParallelExecutor, parallel_on_all_devices, run_ranks
+from ddp_ref import (
+    Handler,
+    ParallelExecutor,
+    initialize_ddp,
+    parallel_on_all_devices,
+    run_ranks,
+)
 
 GPUS = torch.cuda.device_count()
 if GPUS == 0:
@@ -60,7 +66,7 @@ def test_the_scripts_train_on_gpus(tmp_path, script, launcher):
     text = run_cleanly(
         *launch_command(script, launcher), "--epochs", "3", *effective_batch, cwd=tmp_path
     )
-    assert "running on CUDA" in text
+    assert "device: cuda" in text
     accuracies = [float(line.split()[-1]) for line in text.splitlines() if "test accuracy" in line]
     assert accuracies[-1] > 0.9
 
@@ -73,7 +79,7 @@ def test_a_snapshot_from_gpus_resumes_on_the_cpu(tmp_path):
     text = run_cleanly(
         *torchrun(GPUS, SCRIPTS / "multigpu_torchrun.py"), *flags, cwd=tmp_path, env=cpu
     )
-    assert "running on the CPU" in text and "epoch 3" in text and "epoch 2" not in text
+    assert "device: cpu" in text and "epoch 3" in text and "epoch 2" not in text
 
 
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
@@ -238,6 +244,28 @@ def test_a_handler_on_cuda_1_sets_the_current_device():
         assert next(handler.model.parameters()).device == torch.device("cuda:1")
     finally:
         torch.cuda.set_device(0)
+
+
+@two_gpus
+def test_alone_cuda_means_the_current_device():
+    torch.cuda.set_device(1)
+    try:
+        assert initialize_ddp().device == torch.device("cuda:1")
+        for device in ("cuda", None):
+            assert job(20, 3, device=device).device == torch.device("cuda:1")
+        assert job(20, 3, device="cuda:0").device == torch.device("cuda:0")
+    finally:
+        torch.cuda.set_device(0)
+
+
+def test_tied_weights_are_saved_once(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1].weight = model[0].weight
+    gpu_job(model=model).save(tmp_path / "a.pt")
+    saved = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
+    first, tied, other = (saved[f"{layer}.weight"] for layer in range(3))
+    assert torch.equal(first, model[0].weight.cpu())
+    assert first.data_ptr() == tied.data_ptr() != other.data_ptr()
 
 
 def test_a_gpu_that_only_emulates_bfloat16_is_refused(monkeypatch):

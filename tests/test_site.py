@@ -140,8 +140,8 @@ def test_a_diff_can_be_read_in_the_dark(site, browser):
     _, address, _ = site
     context = browser.new_context(color_scheme="dark")
     page = context.new_page()
-    page.goto(f"{address}/notebooks/02_spawn.html")
-    table = page.locator("table", has_text="Hunk 1").first
+    page.goto(f"{address}/notebooks/02_ddp_by_hand.html")
+    table = page.locator("table", has_text="Hunk 2").first
     cell = table.locator("td", has_text="import torch.distributed").first
     color, background = cell.evaluate(
         "cell => [getComputedStyle(cell).color, getComputedStyle(cell).backgroundColor]"

@@ -95,7 +95,7 @@ def one_process(tmp_path_factory):
 
 def test_single(tmp_path):
     result = train(tmp_path, "single_gpu", 1, "--epochs", "3")
-    assert "no GPU for 1 rank: running on the CPU | effective batch 32 | 45 opt" in result.stdout
+    assert "device: cpu | batch: 32 | steps per epoch: 45\n" in result.stdout
     assert_learned(result, tmp_path / "checkpoint.pt")
 
 
@@ -104,7 +104,10 @@ def test_ranks(tmp_path, one_process, script, nproc):
     """Each script at 1, 2 and 3 ranks learns what one process with the whole batch learns."""
     batch = 96 // nproc
     result = train(tmp_path, script, nproc, "--epochs", "3", "--batch-size", str(batch))
-    assert "running on the CPU | effective batch 96 | 15 optimizer steps an epoch" in result.stdout
+    assert (
+        "device: cpu (0 GPUs visible) | effective batch: 96 | steps per epoch: 15\n"
+        in result.stdout
+    )
     saved = tmp_path / ("checkpoint.pt" if script == "multigpu_spawn" else "snapshot.pt")
     assert_learned(result, saved)
     for rank in range(nproc):  # what rank 0 saved is what every rank has, bit for bit
@@ -179,5 +182,20 @@ def test_minimal_ddp(tmp_path, nproc):
     inputs = torch.randn(1000, 20)
     right = model(inputs).argmax(1) == (inputs.square().sum(1) > 20).long()
     assert right.float().mean() > 0.75  # on points that it has not seen
-    ended = run(sys.executable, "train.py", cwd=tmp_path, env={"SLURM_NTASKS": "2"})
-    assert ended.code == 1 and "start with torchrun" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "srun does not set RANK: start with torchrun"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            "RANK is set, but not LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
+        ),
+        ({"SLURM_NTASKS": "2"}, ""),  # an sbatch body without srun is one process
+    ],
+)
+def test_minimal_ddp_under_other_launchers(tmp_path, env, message):
+    ended = run(sys.executable, SCRIPTS / "minimal_ddp.py", cwd=tmp_path, env=env)
+    assert ended.code == bool(message), ended.stderr
+    assert ended.stderr.startswith(message) and len(ended.stderr.splitlines()) == bool(message)

@@ -1,4 +1,4 @@
-"""Chapter 02: all ranks start from the state of rank 0."""
+"""The exercise of chapter 02: every rank starts with the parameters and buffers of rank 0."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ NOT_SAVED = "1.table"  # a buffer that state_dict() leaves out
 
 
 def observe_start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
-    """Return the state of a model, other on each rank, before and after the reader's function."""
+    """Return the state of a model before and after the reader's function; each rank has its own."""
     initialize_ddp()
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -23,9 +23,11 @@ def observe_start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State
         model(torch.rand(8, 3))  # moves the running mean and counts the batch
     model[1].register_buffer("table", torch.rand(2), persistent=False)
     before = _state(model)
-    after_all = dist.new_group()  # a group of its own: what was sent in the other is no answer here
+    # In a group of its own, the barrier cannot be mistaken for a collective of the reader's. A rank
+    # that calls too few collectives waits here, so the others run into the exercise's timeout.
+    after_all = dist.new_group()
     start_alike(model)
-    dist.barrier(after_all)  # who calls too few collectives stays, and the others are seen to wait
+    dist.barrier(after_all)
     after = _state(model)
     cleanup_ddp()
     return before, after
@@ -45,15 +47,30 @@ def judge_start(seen: list[tuple[State, State]]) -> str | None:
         return not all(torch.equal(one[name], other[name]) for name in names)
 
     if differ(first, weights):
-        return "the parameters still differ between the ranks"
+        return (
+            "the parameters still differ between the ranks after your function. A broadcast works "
+            "in place, so give it the parameters themselves, not copies of them"
+        )
     if differ(wanted, weights):
-        return "the ranks agree on the parameters, but these are not the ones that rank 0 had"
+        return (
+            "all ranks now hold the same parameters, but not the ones that rank 0 had. Choose the "
+            "collective that copies one rank's values, not one that combines all ranks' values"
+        )
     if differ(first, buffers):
-        return "the buffers, such as BatchNorm's running mean, still differ between the ranks"
+        return (
+            "the parameters are right, but buffers such as BatchNorm's running mean still differ "
+            "between the ranks. model.parameters() does not contain them"
+        )
     if differ(wanted, buffers):
-        return "the ranks agree on the buffers, but these are not the ones that rank 0 had"
+        return (
+            "the parameters are right and all ranks hold the same buffers, but not the buffers of "
+            "rank 0"
+        )
     if differ(first, [NOT_SAVED]) or differ(wanted, [NOT_SAVED]):
-        return "a buffer registered with persistent=False is not that of rank 0"
+        return (
+            "a buffer that was registered with persistent=False did not become rank 0's. "
+            "state_dict() leaves such buffers out, and model.buffers() does not"
+        )
     return None
 
 

@@ -1,98 +1,121 @@
-"""Data, batch size and metrics: a loss over unequal shards."""
+"""The exercise of chapter 03: the environment variables with which processes find each other."""
 
-import math
+import os
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lesson import Exercise
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddp_ref import initialize_ddp
+from ddp_ref import cleanup_ddp
 
-# By case, and by rank: how many of 12 targets count; -100 stands for the others.
-COUNTED = (12, 3, 6), (12, 0, 6)
-Seen = list[tuple[float, Tensor] | None]  # by case: loss and gradient, None where was no loss
-
-
-def _shard(rank: int, counted: int) -> tuple[Tensor, Tensor]:
-    """Return the inputs (12, 4) and targets (12,) of a rank."""
-    generator = torch.Generator().manual_seed(rank)
-    inputs = torch.randn(12, 4, generator=generator)
-    targets = torch.randint(0, 3, (12,), generator=generator)
-    targets[counted:] = -100
-    return inputs, targets
+WORLD_SIZE = 3
+OTHER_SIZE, OTHER_PORT = 4, 29_517  # only compared: nobody meets there
+WHY = {
+    "RANK": "a process does not know which rank it is",
+    "LOCAL_RANK": "a process does not know which GPU of its machine it should take",
+    "WORLD_SIZE": "a process does not know how many others to wait for",
+    "MASTER_ADDR": "a process does not know on which machine the store is",
+    "MASTER_PORT": "a process does not know at which port the store listens",
+}
 
 
-def _model() -> nn.Linear:
-    model = nn.Linear(4, 3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
-    return model
+class Meeting(NamedTuple):
+    """What the reader's function returned, by rank, and what came of it."""
+
+    variables: list[Any]  # for a job of WORLD_SIZE ranks
+    others: list[Any]  # for another job
+    port: int
+    total: float | None  # an all-reduce of 2 ** rank, if the variables looked right
+    error: str | None
 
 
-def _observe(global_mean_loss: Callable[..., Any]) -> Seen:
-    rank = initialize_ddp().rank
-    return [_step(global_mean_loss, *_shard(rank, counted[rank])) for counted in COUNTED]
+def observe_environment(environment_for: Callable[[int, int, int], Any]) -> Meeting:
+    """Ask for every rank's variables, and if they look right, open a group with this rank's."""
+    # This run's own store listens at this port, so no rank has to host another one.
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    variables = [environment_for(other, WORLD_SIZE, port) for other in range(WORLD_SIZE)]
+    others = [environment_for(other, OTHER_SIZE, OTHER_PORT) for other in range(OTHER_SIZE)]
+    if _find_mistake(variables, port) or _find_mistake(others, OTHER_PORT):
+        return Meeting(variables, others, port, None, None)
+    os.environ.update(variables[rank])
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+        total = torch.tensor(2.0**rank)
+        dist.all_reduce(total)
+        cleanup_ddp()
+    except dist.DistError as error:
+        return Meeting(variables, others, port, None, str(error).splitlines()[0])
+    return Meeting(variables, others, port, total.item(), None)
 
 
-def _step(
-    global_mean_loss: Callable[..., Any], inputs: Tensor, targets: Tensor
-) -> tuple[float, Tensor] | None:
-    model = DDP(_model())
-    loss = global_mean_loss(model(inputs), targets)
-    fits = torch.tensor(int(isinstance(loss, Tensor) and loss.requires_grad))
-    dist.all_reduce(fits, dist.ReduceOp.MIN)  # backward on one rank alone would wait for ever
-    if not fits:
-        return None
-    loss.backward()
-    return loss.item(), model.module.weight.grad
-
-
-def _judge(seen: list[Seen]) -> str | None:
-    one, other = seen[0]  # of rank 0: DDP gives all ranks the same gradient
-    if one is None or other is None:
-        return "what came back is no loss that backward can start from"
-    first, second = one[1], other[1]
-    whole, *wrong = _gradients_of_sums(COUNTED[0])
-    hints = [
-        "each rank's mean weighs alike, however many targets it is made of",
-        "the gradient is a third of what it should be",
-        "the gradient is that of a sum, not of a mean",
-        "a third of the gradient of a sum, where that of a mean should be",
-        "targets of -100 were counted",
-        "the gradient is two thirds of what it should be: there are 3 ranks here",
-    ]
-    for gradient, hint in zip(wrong, hints, strict=True):
-        if torch.allclose(first, gradient, atol=1e-6):
-            return hint
-    if not torch.allclose(first, whole, atol=1e-6):
-        return "the gradient is not that of the mean over all ranks' targets"
-    if any(math.isnan(loss) for loss, _ in (rank[1] for rank in seen if rank[1])):
-        return "right, until no target of a rank counts: then its loss is NaN"
-    whole, *_ = _gradients_of_sums(COUNTED[1])
-    if not torch.allclose(second, whole, atol=1e-6):
-        return "right, until no target of a rank counts: then the gradient is another one"
+def judge_environment(seen: list[Meeting]) -> str | None:
+    """Return a hint, or None if the variables are right and the ranks met."""
+    first = seen[0]
+    mistake = _find_mistake(first.variables, first.port) or _find_mistake(first.others, OTHER_PORT)
+    if mistake:
+        return mistake
+    errors = [meeting.error for meeting in seen if meeting.error]
+    if errors:
+        address = first.variables[0]["MASTER_ADDR"]
+        return (
+            f"the variables look complete, but the processes did not meet at MASTER_ADDR "
+            f"{address!r}. All of them run on this machine. The error was: {errors[0]}"
+        )
+    totals = [meeting.total for meeting in seen]
+    if totals != [2.0**WORLD_SIZE - 1] * WORLD_SIZE:
+        return f"the processes met, but an all-reduce gave {totals}, so not every rank took part"
     return None
 
 
-def _gradients_of_sums(counted: tuple[int, ...]) -> list[Tensor]:
-    """Return the gradient of the mean over all targets, and those of typical mistakes."""
-    sums = []
-    for rank, count in enumerate(counted):
-        inputs, targets = _shard(rank, count)
-        model = _model()
-        total = F.cross_entropy(model(inputs), targets, reduction="sum")
-        sums.append(torch.autograd.grad(total, model.weight)[0])
-    total, count, ranks = torch.stack(sums).sum(0), sum(counted), len(counted)
-    means = [part / n for part, n in zip(sums, counted, strict=True) if n]
-    of_means = torch.stack(means).sum(0) / ranks
-    mean = total / count
-    return [mean, of_means, mean / ranks, total, total / ranks, total / (12 * ranks), mean * 2 / 3]
+def _find_mistake(variables: list[Any], port: int) -> str | None:
+    """Return a hint on the first thing that is wrong with the variables of a job, by rank."""
+    size = len(variables)
+    for own in variables:
+        if not isinstance(own, dict):
+            return f"your function returned a {type(own).__name__}, but it should return a dict"
+        for name, why in WHY.items():
+            if name not in own:
+                return f"{name} is missing, so {why}"
+            if not isinstance(own[name], str):
+                return (
+                    f"{name} is the {type(own[name]).__name__} {own[name]!r}, but environment "
+                    "variables are text: os.environ accepts nothing else. Use str()"
+                )
+    by_name = {name: [own[name] for own in variables] for name in WHY}
+    ranks = [str(rank) for rank in range(size)]
+    if set(by_name["WORLD_SIZE"]) != {str(size)}:
+        return (
+            f"WORLD_SIZE is {' and '.join(sorted(set(by_name['WORLD_SIZE'])))}, but the job has "
+            f"{size} processes. All of them count, rank 0 too, and all must say the same"
+        )
+    if by_name["RANK"] != ranks:
+        return (
+            f"your processes claim the ranks {', '.join(by_name['RANK'])}. Ranks count from 0, and "
+            f"each must appear exactly once: here {', '.join(ranks)}"
+        )
+    if by_name["LOCAL_RANK"] != ranks:
+        return (
+            f"LOCAL_RANK is {', '.join(by_name['LOCAL_RANK'])} for ranks {', '.join(ranks)}. It "
+            "numbers the processes of one machine, and all of these run on one machine"
+        )
+    if len(set(by_name["MASTER_PORT"])) > 1:
+        return (
+            f"MASTER_PORT is {', '.join(by_name['MASTER_PORT'])} for ranks {', '.join(ranks)}, so "
+            "each looks for the store somewhere else. They must all meet at one port"
+        )
+    if set(by_name["MASTER_PORT"]) != {str(port)}:
+        return f"MASTER_PORT is {by_name['MASTER_PORT'][0]}, but the caller asked for port {port}"
+    if len(set(by_name["MASTER_ADDR"])) > 1:
+        return (
+            "the processes have different values of MASTER_ADDR. It is not a process's own "
+            "address, but that of the store, so it is the same for all"
+        )
+    return None
 
 
-EXERCISES = {"global_mean_loss": Exercise(_observe, _judge, nproc=3)}
+EXERCISES = {
+    "environment_for": Exercise(observe_environment, judge_environment, nproc=WORLD_SIZE),
+}

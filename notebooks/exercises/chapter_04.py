@@ -1,103 +1,106 @@
-"""Chapter 04: a save that leaves the old file or the new one, whatever happens."""
+"""Chapter 04: a loss over unequal shards."""
 
-import os
-import signal
-import sys
+import math
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from lesson import Exercise
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-OLD, NEW = {"epochs_run": 5}, {"epochs_run": 10}
+from ddp_ref import initialize_ddp
 
-
-class Seen(NamedTuple):
-    """What was found after a second save, and in `after_kill` after a third one that was killed."""
-
-    content: object
-    open_before: object  # read through a file that was opened before the second save
-    gone: bool  # during that save there was a moment without a file at the path
-    moved_from: list[Path]  # the folders from which a file was put at the path
-    names: list[str]  # of the files in the folder
-    after_kill: object
+# For each case and rank: how many of 12 targets count. The others are -100.
+COUNTED = (12, 3, 6), (12, 0, 6)
+Seen = list[tuple[float, Tensor] | None]  # for each case: loss and gradient, or None without a loss
 
 
-class Killer:
-    """Kills the process that pickles it: in the middle of a save."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return (object, ())
-
-
-def observe_save(save: Callable[[dict[str, Any], Path], Any]) -> Seen:
-    """Save three times in a folder of this rank's own; the third save is killed midway."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "snapshot.pt"
-        torch.save(OLD, path)
-        with path.open("rb") as file:
-            gone, moved_from = _watch(path, lambda: save(dict(NEW), path))
-            content, open_before = _load(path), _load(file)
-        names = sorted(entry.name for entry in path.parent.iterdir())
-        child = os.fork()
-        if child == 0:
-            try:
-                save({"epochs_run": 15, "killer": Killer()}, path)
-            finally:
-                os._exit(1)
-        os.waitpid(child, 0)
-        return Seen(content, open_before, gone, moved_from, names, _load(path))
+def _shard(rank: int, counted: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs (12, 4) and targets (12,) of a rank."""
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(12, 4, generator=generator)
+    targets = torch.randint(0, 3, (12,), generator=generator)
+    targets[counted:] = -100
+    return inputs, targets
 
 
-def _watch(path: Path, work: Callable[[], Any]) -> tuple[bool, list[Path]]:
-    """Call `work`; say whether `path` was missing meanwhile, and from what other folders it came.
-
-    Both are looked at whenever Python opens, moves or removes a file.
-    """
-    gone, folders = False, []
-    watching = True  # a hook stays as long as the process
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal gone
-        if not watching or not event.startswith(("open", "os.", "shutil.")):
-            return
-        gone = gone or not path.exists()
-        if event == "os.rename" and Path(arguments[1]) == path:
-            folders.append(Path(arguments[0]).resolve().parent)
-
-    sys.addaudithook(hook)
-    work()
-    watching = False
-    return gone, [folder for folder in folders if folder != path.parent.resolve()]
+def _model() -> nn.Linear:
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    return model
 
 
-def _load(source: Any) -> object:
-    try:
-        return torch.load(source, weights_only=True)
-    except Exception:  # noqa: BLE001 - a torn file can raise anything; none of it is a state
+def _observe(global_mean_loss: Callable[..., Any]) -> Seen:
+    rank = initialize_ddp().rank
+    return [_step(global_mean_loss, *_shard(rank, counted[rank])) for counted in COUNTED]
+
+
+def _step(
+    global_mean_loss: Callable[..., Any], inputs: Tensor, targets: Tensor
+) -> tuple[float, Tensor] | None:
+    model = DDP(_model())
+    loss = global_mean_loss(model(inputs), targets)
+    fits = torch.tensor(int(isinstance(loss, Tensor) and loss.requires_grad))
+    dist.all_reduce(fits, dist.ReduceOp.MIN)  # backward() on one rank alone would wait forever
+    if not fits:
         return None
+    loss.backward()
+    return loss.item(), model.module.weight.grad
 
 
-def judge_save(seen: list[Seen]) -> str | None:
-    for rank in seen:
-        if rank.content != NEW:
-            return "after the call, torch.load does not find the new state at the path"
-        if rank.after_kill != NEW:
-            return "killed in the middle of a save, it leaves no readable file at the path"
-        if rank.open_before != OLD:
-            return "the bytes of the old file are written over: for a moment it is half of each"
-        if rank.gone:
-            return (
-                "the old file is taken away before the new one is there: for a moment there is none"
-            )
-        if rank.moved_from:
-            return f"it was written in {rank.moved_from[0]}, which may be another file system"
-        if rank.names != ["snapshot.pt"]:
-            return f"after a save the folder holds more than the snapshot: {', '.join(rank.names)}"
+def _judge(seen: list[Seen]) -> str | None:
+    one, other = seen[0]  # of rank 0: DDP gives all ranks the same gradient
+    if one is None or other is None:
+        return (
+            "the function must return a loss that backward() can start from, a tensor with a graph"
+        )
+    first, second = one[1], other[1]
+    whole, *wrong = _gradients_of_sums(COUNTED[0])
+    hints = [
+        "every rank's mean has the same weight, however many targets it is a mean of: "
+        "divide the sum of a rank's losses by the number of targets on all ranks",
+        "the gradient is a third of what it should be: DDP divides by the world size, so multiply",
+        "this is the gradient of the sum over all targets, not of their mean",
+        "this is a third of the gradient of the sum: DDP has divided it by the world size, "
+        "but nothing has divided it by the number of targets on all ranks",
+        "targets of -100 were counted: count only the others",
+        "the gradient is two thirds of what it should be: there are 3 ranks here, not 2",
+    ]
+    for gradient, hint in zip(wrong, hints, strict=True):
+        if torch.allclose(first, gradient, atol=1e-6):
+            return hint
+    if not torch.allclose(first, whole, atol=1e-6):
+        return "the gradient is not that of the mean over the targets of all ranks"
+    if any(math.isnan(loss) for loss, _ in (rank[1] for rank in seen if rank[1])):
+        return (
+            "right, except when no target of a rank counts: its mean is 0 / 0, so its loss is NaN"
+        )
+    whole, *_ = _gradients_of_sums(COUNTED[1])
+    if not torch.allclose(second, whole, atol=1e-6):
+        return (
+            "right, except when no target of a rank counts: DDP still divides by all ranks, with it"
+        )
     return None
 
 
-EXERCISES = {"save": Exercise(observe_save, judge_save)}
+def _gradients_of_sums(counted: tuple[int, ...]) -> list[Tensor]:
+    """Return the gradient of the mean over all targets, and those of typical mistakes."""
+    sums = []
+    for rank, count in enumerate(counted):
+        inputs, targets = _shard(rank, count)
+        model = _model()
+        total = F.cross_entropy(model(inputs), targets, reduction="sum")
+        sums.append(torch.autograd.grad(total, model.weight)[0])
+    total, count, ranks = torch.stack(sums).sum(0), sum(counted), len(counted)
+    means = [part / n for part, n in zip(sums, counted, strict=True) if n]
+    of_means = torch.stack(means).sum(0) / ranks
+    mean = total / count
+    return [mean, of_means, mean / ranks, total, total / ranks, total / (12 * ranks), mean * 2 / 3]
+
+
+EXERCISES = {"global_mean_loss": Exercise(_observe, _judge, nproc=3)}

@@ -1,42 +1,90 @@
-"""Several nodes: which device a rank takes."""
+"""Chapter 05: the gradient of several microbatches, with one synchronization."""
 
-import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from lesson import Exercise
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-# (rank, local rank, how many devices the rank sees) of the ranks on node 0 and on node 1
-LAYOUTS = {
-    "two ranks a node": [[(0, 0, 2), (1, 1, 2)], [(2, 0, 2), (3, 1, 2)]],
-    "--distribution=cyclic": [[(0, 0, 2), (2, 1, 2)], [(1, 0, 2), (3, 1, 2)]],
-    "--gpus-per-task=1": [[(0, 0, 1), (1, 1, 1)], [(2, 0, 1), (3, 1, 1)]],
-}
+from ddp_ref import initialize_ddp
 
-
-def observe(device_index: Callable[[int, int, int], Any]) -> list[list[Any]]:
-    """Take the part of one node: return the indices of its ranks, in each layout."""
-    node = int(os.environ["RANK"])
-    return [[device_index(*seat) for seat in nodes[node]] for nodes in LAYOUTS.values()]
+MICROBATCHES = 3
 
 
-def judge(seen: list[list[list[Any]]]) -> str | None:
-    for number, (layout, nodes) in enumerate(LAYOUTS.items()):
-        for node, seats in enumerate(nodes):
-            if hint := _wrong(seats, seen[node][number]):
-                return f"{layout}: {hint}"
+class Seen(NamedTuple):
+    """What the function left on a rank, and how often DDP synchronized."""
+
+    gradient: Tensor | None
+    synchronizations: int
+    own: list[Tensor]  # the gradient of each microbatch of this rank alone
+
+
+def _observe(accumulated_gradient: Callable[..., Any]) -> Seen:
+    rank = initialize_ddp().rank
+    torch.manual_seed(rank)
+    microbatches = list(torch.randn(MICROBATCHES, 4, 2))
+    own = []
+    for microbatch in microbatches:
+        model = _model()
+        model(microbatch).square().mean().backward()
+        own.append(_gradient(model))
+    replica, calls = DDP(_model()), []
+
+    def count_and_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        calls.append("one bucket, so one call per synchronization")
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    replica.register_comm_hook(None, count_and_reduce)
+    accumulated_gradient(replica, lambda batch: replica(batch).square().mean(), microbatches)
+    return Seen(_gradient(replica.module), len(calls), own)
+
+
+def _model() -> nn.Linear:
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    return model
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    """Return a copy of the gradient of the only parameter, zeros if it has none."""
+    (parameter,) = model.parameters()
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+
+
+def _judge(seen: list[Seen]) -> str | None:
+    got = seen[0].gradient
+    all_means = torch.stack([torch.stack(rank.own) for rank in seen])  # (rank, microbatch, ...)
+    right = all_means.mean((0, 1))
+    count = seen[0].synchronizations
+    if got is None or not got.any():
+        return "there is no gradient: call backward() for each microbatch"
+    if count == 0:
+        return (
+            "the gradients were never synchronized, so each rank has its own: "
+            "the last microbatch must run outside no_sync()"
+        )
+    if torch.allclose(got, right * MICROBATCHES):
+        return (
+            f"the gradient is {MICROBATCHES} times too large: backward() adds to .grad, "
+            "so divide each loss by the number of microbatches"
+        )
+    if torch.allclose(got, all_means[:, -1].mean(0)) or torch.allclose(
+        got, all_means[:, -1].mean(0) / MICROBATCHES
+    ):
+        return "only the last microbatch is in the gradient: do not zero it between microbatches"
+    if not torch.allclose(got, right, atol=1e-6):
+        return "the gradient is not that of the mean over all microbatches of all ranks"
+    if count > 1:
+        return (
+            f"the gradient is right, but DDP synchronized {count} times: run forward and backward "
+            "of all microbatches but the last inside no_sync()"
+        )
     return None
 
 
-def _wrong(seats: list[tuple[int, int, int]], indices: list[Any]) -> str | None:
-    for (rank, local_rank, visible), index in zip(seats, indices, strict=True):
-        if type(index) is not int or not 0 <= index < visible:
-            who = f"rank {rank}, local rank {local_rank},"
-            return f"{who} takes index {index!r}, but sees {visible} device{'s' * (visible > 1)}"
-    (first, _, visible), (second, _, _) = seats
-    if visible > 1 and indices[0] == indices[1]:
-        return f"ranks {first} and {second} are on one node and share device {indices[0]}"
-    return None
-
-
-EXERCISES = {"device_index": Exercise(observe, judge)}
+EXERCISES = {"accumulated_gradient": Exercise(_observe, _judge)}

@@ -1,61 +1,125 @@
-"""Seeing DDP: gradients divided into buckets."""
+"""The exercise of chapter 06: a save that leaves the old file or the new one, always whole."""
 
-from itertools import chain, pairwise
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from lesson import Exercise
-from lesson.buckets import note_and_reduce
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddp_ref import initialize_ddp
-
-SIZES = (64, 64, 192, 64, 8)
-CAP = 20_000  # bytes
-SMALL = [4, 6, 2, 8, 1, 1, 1], 10  # none reaches the cap alone, and the first two are just 10
+OLD, NEW = {"epochs_run": 5}, {"epochs_run": 10}
 
 
-def _buckets(assign_buckets):
-    """Return the function's buckets and those of DDP, for the same parameters."""
-    initialize_ddp()
-    layers = [nn.Linear(inputs, outputs) for inputs, outputs in pairwise(SIZES)]
-    model = DDP(nn.Sequential(*layers), bucket_cap_mb=CAP / 2**20)
-    log: list[list[int]] = []
-    model.register_comm_hook(
-        lambda bucket: log.append([parameter.nbytes for parameter in bucket.parameters()]),
-        note_and_reduce,
-    )
-    for _ in range(2):  # the second step has the final buckets
-        log.clear()
-        model(torch.ones(2, SIZES[0])).sum().backward()
-    sizes = [size for bucket in log for size in bucket]  # in the order in which they came
-    sizes_of_small, cap = SMALL
-    small = assign_buckets(list(sizes_of_small), cap)
-    return sizes, log, assign_buckets(list(sizes), CAP), small
+class Seen(NamedTuple):
+    """What a second save did, and in `after_kill` what a killed third save left."""
+
+    content: object
+    open_before: object  # read through a file that was opened before the second save
+    gone: bool  # at some moment during that save, there was no file at the path
+    moved_from: list[Path]  # the other folders from which a file was moved to the path
+    names: list[str]  # the files in the folder
+    after_kill: object
 
 
-def _judge_buckets(seen):
-    sizes, log, answer, small = seen[0]
-    numbers = iter(range(len(sizes)))
-    want = [[next(numbers) for _ in bucket] for bucket in log]
+class Killer:
+    """Kills the process that pickles it: in the middle of a save."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return (object, ())
+
+
+def observe_save(save: Callable[[dict[str, Any], Path], Any]) -> Seen:
+    """Save three times, each rank in a folder of its own; the third save is killed midway."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "snapshot.pt"
+        torch.save(OLD, path)
+        with path.open("rb") as file:
+            gone, moved_from = _watch(path, lambda: save(dict(NEW), path))
+            content, open_before = _load(path), _load(file)
+        names = sorted(entry.name for entry in path.parent.iterdir())
+        child = os.fork()
+        if child == 0:
+            try:
+                save({"epochs_run": 15, "killer": Killer()}, path)
+            finally:
+                os._exit(1)
+        os.waitpid(child, 0)
+        return Seen(content, open_before, gone, moved_from, names, _load(path))
+
+
+def _watch(path: Path, work: Callable[[], Any]) -> tuple[bool, list[Path]]:
+    """Call `work`; return whether `path` was missing meanwhile, and from which folders it came.
+
+    The hook looks whenever Python opens, moves or removes a file.
+    """
+    gone, folders = False, []
+    watching = True  # because an audit hook cannot be removed
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal gone
+        if not watching or not event.startswith(("open", "os.", "shutil.")):
+            return
+        gone = gone or not path.exists()
+        if event == "os.rename" and Path(arguments[1]) == path:
+            folders.append(Path(arguments[0]).resolve().parent)
+
+    sys.addaudithook(hook)
+    work()
+    watching = False
+    return gone, [folder for folder in folders if folder != path.parent.resolve()]
+
+
+def _load(source: Any) -> object:
     try:
-        got = [list(bucket) for bucket in answer]
-    except TypeError:
-        return f"it returned {type(answer).__name__}, not a list of lists"
-    flat = list(chain(*got))
-    if got == want:
-        right = [list(bucket) for bucket in small] == [[0, 1], [2, 3], [4, 5, 6]]
-        return None if right else f"of the sizes {SMALL[0]}, with a cap of 10, you made {small}"
-    if sorted(flat) != list(range(len(sizes))):
-        return f"of {len(sizes)} gradients, {len(set(flat) & set(range(len(sizes))))} have a bucket"
-    if flat != list(range(len(sizes))):
-        return "a gradient that is ready first is not in the first bucket"
-    if [] in got:
-        return "a bucket is empty"
-    totals = [sum(sizes[number] for number in bucket) for bucket in got]
-    if all(total <= CAP or len(bucket) == 1 for total, bucket in zip(totals, got, strict=True)):
-        return f"buckets end before they reach {CAP} bytes: {len(got)} of them, not {len(want)}"
-    return f"DDP made {len(want)} buckets of these gradients, and you {len(got)}"
+        return torch.load(source, weights_only=True)
+    except Exception:  # noqa: BLE001 - a torn file can raise anything; none of it is a state
+        return None
 
 
-EXERCISES = {"assign_buckets": Exercise(_buckets, _judge_buckets)}
+def judge_save(seen: list[Seen]) -> str | None:
+    for rank in seen:
+        if rank.content != NEW:
+            return (
+                "after your function returned, torch.load did not find the new state at `path`. "
+                "Whatever file you write first, give it the name `path` in the end: "
+                "`temporary.replace(path)` does that."
+            )
+        if rank.after_kill != NEW:
+            return (
+                "the process was killed in the middle of a save, and no readable file was left at "
+                "`path`. torch.save empties a file before it fills it, so let it write to a "
+                "temporary file, and rename that file when it is complete."
+            )
+        if rank.open_before != OLD:
+            return (
+                "your function writes over the bytes of the old file, so for a moment the file is "
+                "half old and half new. Do not copy the new bytes into it. "
+                "`temporary.replace(path)` moves only the name."
+            )
+        if rank.gone:
+            return (
+                "your function removes the old file before the new one has its name, so for a "
+                "moment there is no file at all. `temporary.replace(path)` does both in one step, "
+                "and the old file need not be removed first."
+            )
+        if rank.moved_from:
+            return (
+                f"your function writes the temporary file to {rank.moved_from[0]}. That folder may "
+                "be on another file system, and between two file systems a file cannot be moved in "
+                "one step. Put it beside the snapshot, with `path.with_name(...)`."
+            )
+        if rank.names != ["snapshot.pt"]:
+            return (
+                "after a save, the folder holds more than the snapshot: "
+                f"{', '.join(rank.names)}. Such files add up over a long training. "
+                "`temporary.replace(path)` leaves neither the temporary nor the old file."
+            )
+    return None
+
+
+EXERCISES = {"save": Exercise(observe_save, judge_save)}

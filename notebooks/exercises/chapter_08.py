@@ -1,152 +1,82 @@
-"""The exercises of chapter 08: ranks with unequal shards, and a file that one rank prepares."""
+"""Seeing DDP: how gradients are divided into buckets."""
 
-import atexit
-import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import chain, pairwise
 
 import torch
-import torch.distributed as dist
 from lesson import Exercise
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from lesson.buckets import note_and_reduce
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-WAIT = timedelta(seconds=5)  # far above what a healthy collective takes here
-BATCHES = [3, 5]  # of each rank
-RATE = 0.01
-MOVED = 15.0  # batch n has the gradient n for each weight: the means of both ranks are 1 to 5
+from ddp_ref import initialize_ddp
 
-
-class Epoch(NamedTuple):
-    """What `train_epoch` did on a rank; `weight` is None where a collective found no partner."""
-
-    weight: Tensor | None
-    moved: float = 0.0  # by the weight, over the learning rate
-    returned: object = None
-    drawn: int = 0
+SIZES = (64, 64, 192, 64, 8)
+CAP = 20_000  # bytes
+SMALL = [4, 6, 2, 8, 1, 1, 1], 10  # none reaches the cap alone, and the first two are just 10
 
 
-class Counted:
-    """Batches that count how many of them were drawn."""
+def _buckets(assign_buckets):
+    """Return the function's buckets and those of DDP, for the same parameters."""
+    initialize_ddp()
+    layers = [nn.Linear(inputs, outputs) for inputs, outputs in pairwise(SIZES)]
+    model = DDP(nn.Sequential(*layers), bucket_cap_mb=CAP / 2**20)
+    log: list[list[int]] = []
+    model.register_comm_hook(
+        lambda bucket: log.append([parameter.nbytes for parameter in bucket.parameters()]),
+        note_and_reduce,
+    )
+    for _ in range(2):  # the second step has the final buckets
+        log.clear()
+        model(torch.ones(2, SIZES[0])).sum().backward()
+    sizes = [size for bucket in log for size in bucket]  # in the order in which they came
+    sizes_of_small, cap = SMALL
+    small = assign_buckets(list(sizes_of_small), cap)
+    return sizes, log, assign_buckets(list(sizes), CAP), small
 
-    def __init__(self, number: int) -> None:
-        self.number, self.drawn = number, 0
 
-    def __len__(self) -> int:
-        return self.number
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for number in range(self.number):
-            self.drawn += 1
-            yield torch.full((8, 4), number + 1.0)
-
-
-def observe_train_epoch(train_epoch: Callable[..., Any]) -> Epoch:
-    torch.manual_seed(0)
-    _open_group()
-    model = DistributedDataParallel(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    batches, start = Counted(BATCHES[dist.get_rank()]), model.module.weight.detach().clone()
+def _judge_buckets(seen):
+    sizes, log, answer, small = seen[0]
+    numbers = iter(range(len(sizes)))
+    want = [[next(numbers) for _ in bucket] for bucket in log]
     try:
-        returned = train_epoch(model, optimizer, batches)
-        dist.barrier()  # what a job does next, whatever it is
-    except RuntimeError as error:
-        if not _found_no_partner(error):
-            raise
-        return Epoch(None)
-    weight = model.module.weight.detach()
-    return Epoch(weight, ((start - weight) / RATE).mean().item(), returned, batches.drawn)
+        got = [list(bucket) for bucket in answer]
+    except TypeError:
+        kind = type(answer).__name__
+        return f"Your function returned {kind}, not a list of lists of indices into `sizes`."
+    flat = list(chain(*got))
+    if got == want:
+        right = [list(bucket) for bucket in small] == [[0, 1], [2, 3], [4, 5, 6]]
+        if right:
+            return None
+        return (
+            f"It is right for DDP's gradients, but of the sizes {SMALL[0]}, with a cap of 10, you "
+            f"made {small}. A bucket is full when its gradients together have reached the cap; "
+            "add up the sizes that are already in it."
+        )
+    if sorted(flat) != list(range(len(sizes))):
+        placed = len(set(flat) & set(range(len(sizes))))
+        return (
+            f"Only {placed} of {len(sizes)} gradients have a bucket. The last bucket is sent as "
+            "well, even if it never gets full."
+        )
+    if flat != list(range(len(sizes))):
+        return (
+            "The gradients are in another order than `sizes`. What is ready first belongs into the "
+            "first bucket, so that it can be sent first."
+        )
+    if [] in got:
+        return "A bucket is empty. Open a bucket when a gradient needs it, not when one is full."
+    totals = [sum(sizes[number] for number in bucket) for bucket in got]
+    if all(total <= CAP or len(bucket) == 1 for total, bucket in zip(totals, got, strict=True)):
+        return (
+            f"Your buckets never exceed {CAP} bytes: you made {len(got)} of them, and DDP "
+            f"{len(want)}. DDP does not look ahead. It adds a gradient, and closes the bucket if "
+            "the bucket has now reached the cap."
+        )
+    return (
+        f"DDP made {len(want)} buckets of these gradients, and you made {len(got)}. Close a bucket "
+        "as soon as its sizes add up to the cap or more."
+    )
 
 
-def judge_train_epoch(seen: list[Epoch]) -> str | None:
-    weights = [epoch.weight for epoch in seen if epoch.weight is not None]
-    if len(weights) < len(seen):
-        return "a rank that still has batches waits for a rank that has none left"
-    drawn = [epoch.drawn for epoch in seen]
-    if drawn != BATCHES:
-        return f"the ranks have {BATCHES} batches, and took {drawn} of them"
-    if not torch.equal(*weights):
-        return "every batch is used, but the ranks end with different weights"
-    moved = seen[0].moved
-    if abs(moved - MOVED) > 0.1:
-        return f"the mean gradients add up to {MOVED}, the steps taken to {moved:.1f}"
-    returned = [epoch.returned for epoch in seen]
-    if returned != BATCHES:
-        return f"the ranks trained on {BATCHES} batches, and return {returned}"
-    return None
-
-
-class Preparation(NamedTuple):
-    """What `first_on_rank_0` did on a rank."""
-
-    calls: int
-    found_ready: bool  # at the first call
-    stuck: bool
-
-
-def observe_first_on_rank_0(first_on_rank_0: Callable[..., Any]) -> Preparation:
-    _open_group()
-    shared = [tempfile.mkdtemp(prefix="ddp-exercise-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(shared)
-    if dist.get_rank() == 0:
-        atexit.register(shutil.rmtree, shared[0], ignore_errors=True)
-    ready = Path(shared[0]) / "ready"
-    found: list[bool] = []
-
-    def prepare() -> None:
-        found.append(ready.exists())
-        if not found[-1]:
-            time.sleep(3)  # a download: longer than a rank would wait by the clock
-            ready.with_name(f"part {os.getpid()}").touch()
-            ready.with_name(f"part {os.getpid()}").replace(ready)
-
-    stuck = False
-    try:
-        first_on_rank_0(prepare)
-        dist.all_reduce(torch.zeros(1))  # what a job does next, whatever it is
-    except RuntimeError as error:
-        if not _found_no_partner(error):
-            raise
-        stuck = True
-    return Preparation(len(found), bool(found) and found[0], stuck)
-
-
-def judge_first_on_rank_0(seen: list[Preparation]) -> str | None:
-    if any(preparation.stuck for preparation in seen):
-        return "a rank waits in a collective that the other rank does not call"
-    first, other = seen
-    if not first.calls:
-        return "rank 0 has not called prepare()"
-    if first.found_ready:
-        return "rank 1 did the work, and rank 0 came after it"
-    if not other.calls:
-        return "rank 1 has not called prepare(): it has no data"
-    if not other.found_ready:
-        return "rank 1 called prepare() before rank 0 had ended it"
-    if (first.calls, other.calls) != (1, 1):
-        return f"prepare() is called {first.calls} times on rank 0 and {other.calls} on rank 1"
-    return None
-
-
-def _open_group() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    dist.barrier()
-    group = dist.group.WORLD
-    assert group is not None
-    group.set_timeout(WAIT)  # from here on, so that a slow start is not taken for a hang
-
-
-def _found_no_partner(error: RuntimeError) -> bool:
-    return any(words in str(error) for words in ("Timed out waiting", "Connection closed"))
-
-
-EXERCISES = {
-    "train_epoch": Exercise(observe_train_epoch, judge_train_epoch),
-    "first_on_rank_0": Exercise(observe_first_on_rank_0, judge_first_on_rank_0),
-}
+EXERCISES = {"assign_buckets": Exercise(_buckets, _judge_buckets)}

@@ -1,21 +1,28 @@
-"""What a step under DDP saves for its backward pass, computes again, and sends."""
+"""What a step under DDP saves for its backward pass, recomputes, and sends."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .buckets import note_and_reduce
+from .palette import MEMORY
+
+HATCHES = {"weights": "", "gradients": "//", "buckets": "xx", "optimizer": "..", "activations": ""}
 
 
 class Watch:
     """Watch a GPT in DDP.
 
-    peak: the most bytes that were saved for a backward pass, without the weights themselves.
-    passes: how often the first block has computed. sent: the type of each bucket reduced.
+    peak: the most bytes that one backward pass needed saved, without the weights themselves.
+    passes: how many forward passes the first block has run.
+    sent: the dtype of each bucket that DDP reduced.
     """
 
     def __init__(self, net: DDP) -> None:
@@ -44,3 +51,24 @@ class Watch:
 
     def _count(self, *_: object) -> None:
         self.passes += 1
+
+
+def draw_step_memory(cases: dict[str, dict[str, float]]) -> Figure:
+    """Draw a bar for each case, made of its kinds of memory in bytes per weight."""
+    figure, axes = plt.subplots(figsize=(8, 3))
+    left = dict.fromkeys(cases, 0.0)
+    for kind, hatch in HATCHES.items():
+        sizes = [sizes[kind] for sizes in cases.values()]
+        look: dict[str, Any] = {
+            "color": MEMORY[kind],
+            "hatch": hatch,
+            "edgecolor": "white",
+            "label": kind,
+        }
+        axes.barh(list(cases), sizes, left=list(left.values()), **look)
+        left = {case: left[case] + size for case, size in zip(cases, sizes, strict=True)}
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes per weight, on one rank, when backward begins")
+    figure.legend(loc="lower center", ncols=5, fontsize="small", bbox_to_anchor=(0.5, -0.08))
+    figure.tight_layout()
+    return figure

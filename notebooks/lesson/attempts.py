@@ -1,10 +1,12 @@
-"""Runs that were broken off and started again: read from what they print, drawn epoch by epoch."""
+"""Runs that crashed and were restarted: read from what they print, drawn epoch by epoch."""
 
 import re
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+from .palette import REFERENCE
 
 
 def epochs_trained(text: str) -> list[int]:
@@ -13,14 +15,21 @@ def epochs_trained(text: str) -> list[int]:
 
 
 def draw_attempts(runs: Mapping[str, Sequence[int]]) -> Figure:
-    """Draw for each run the epoch that it had reached against the epochs that it had trained."""
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
-    styles = zip("os^", ("-", "--", ":"), strict=True)
-    for (name, reached), (marker, line) in zip(runs.items(), styles, strict=True):
+    """Draw, in a panel for each run, which epoch it had reached after how many epochs of training.
+
+    The marker of an epoch that the run had to train again later is hollow.
+    """
+    figure, panels = plt.subplots(
+        1, len(runs), figsize=(8, 3), sharex=True, sharey=True, layout="constrained"
+    )
+    for panel, (name, reached) in zip(panels, runs.items(), strict=True):
         work = range(1, len(reached) + 1)
-        axes.plot(work, reached, marker=marker, linestyle=line, markersize=4, label=name)
-    axes.set(xlabel="epochs trained, over all attempts", ylabel="epoch reached")
-    axes.set_yticks(range(0, 21, 5))
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+        lost = [epoch in reached[place:] for place, epoch in enumerate(reached, start=1)]
+        fills = ["white" if is_lost else REFERENCE for is_lost in lost]
+        panel.plot(work, reached, color=REFERENCE, linewidth=1, zorder=1)
+        panel.scatter(work, reached, c=fills, edgecolors=REFERENCE, s=22, zorder=2)
+        panel.set(title=name, yticks=range(0, 21, 5), xticks=range(0, 26, 5))
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("epoch reached")
+    panels[len(panels) // 2].set_xlabel("epochs trained, over all attempts")
     return figure

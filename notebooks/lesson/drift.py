@@ -7,6 +7,8 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
 
+from .palette import REFERENCE
+
 
 def gap_between_ranks(model: nn.Module) -> float:
     """Return the largest difference of a weight between two ranks. Collective: all call it."""
@@ -26,7 +28,8 @@ def draw_drift(gaps: Mapping[str, Sequence[float]], title: str = "", first: int 
     styles = zip(("o", "s", "^", "D"), ("-", "--", "-.", ":"), strict=True)
     for (name, values), (marker, line) in zip(gaps.items(), styles, strict=False):
         steps = range(first, first + len(values))
-        axes.plot(steps, values, marker=marker, linestyle=line, markersize=4, label=name)
+        look: dict = {"color": REFERENCE, "marker": marker, "linestyle": line, "markersize": 4}
+        axes.plot(steps, values, label=name, **look)
     axes.set(xlabel="optimizer steps", ylabel="largest difference\nof a weight between ranks")
     axes.set_ylim(bottom=-0.01)
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, title=title)

@@ -1,6 +1,6 @@
-"""Exercises that check themselves: the reader's function runs on real ranks, and a line says how.
+"""Exercises that check themselves: the reader's function runs on real ranks, and gets an answer.
 
-The answer is 'not yet' for a stub, 'right', or a hint that names the wrong behaviour.
+The answer is one line: 'not yet' for a stub, 'right', or a hint that names the wrong behaviour.
 """
 
 import io
@@ -13,6 +13,9 @@ from typing import Any
 from ddp_ref import run_ranks
 
 NOT_YET, RIGHT = "not yet", "right"
+SAME_CALLS = "Every rank must make the same collective calls, in the same order."
+ALONE = f"a rank waited in a collective for another rank that never made that call. {SAME_CALLS}"
+MISMATCH = f"the ranks brought tensors of different sizes to one collective. {SAME_CALLS}"
 
 
 class NotYetWritten(Exception):
@@ -20,7 +23,7 @@ class NotYetWritten(Exception):
 
 
 class Answer(str):
-    """An answer that has been printed: a notebook does not show the value of the cell again."""
+    """An answer that was printed already, so a notebook does not show it a second time."""
 
     def _ipython_display_(self) -> None:
         """Show nothing."""
@@ -30,10 +33,12 @@ class Answer(str):
 class Exercise:
     """A task for the reader.
 
-    observe: called on every rank with the reader's function; returns what that did there.
-    judge: called here with what the ranks returned, in rank order; returns a hint, or None for
-        right. A hint names the behaviour that is wrong, not its repair.
-    nproc: ranks. timeout: seconds; past it the answer is a hint too.
+    Args:
+        observe: Runs on every rank, with the reader's function, and returns what it did there.
+        judge: Runs in the notebook, with what the ranks returned, in rank order. It returns None
+            if all is right, and otherwise a hint: what the function did, and what to think about.
+        nproc: How many ranks to start.
+        timeout: Seconds after which the answer is a hint as well.
     """
 
     observe: Callable[[Callable[..., Any]], Any]
@@ -48,25 +53,29 @@ class Exercise:
         return answer
 
     def _answer(self, function: Callable[..., Any]) -> str:
-        limit = timedelta(seconds=self.timeout)
+        limit, printed = timedelta(seconds=self.timeout), io.StringIO()
         try:
-            with redirect_stdout(io.StringIO()):  # what the ranks print, so that one line is left
+            # What the ranks print is not shown, so that the answer is one line.
+            with redirect_stdout(printed):
                 seen = run_ranks(_observed, self, function, nproc=self.nproc, timeout=limit)
         except NotYetWritten:
             return NOT_YET
         except TimeoutError:
-            return f"hint: no end within {self.timeout} s: a rank waits for what never comes"
+            return (
+                f"hint: the ranks had not finished after {self.timeout:g} s. A rank may still be "
+                f"waiting in a collective that another rank never called. {SAME_CALLS}"
+            )
         except Exception as error:  # noqa: BLE001 - whatever the reader's code raises is the answer
-            return f"hint: your function raised {type(error).__name__}: {_first_line(error)}"
+            return f"hint: {_explain(error, printed.getvalue())}"
         try:
             hint = self.judge(seen)
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-            hint = f"what came back is not of the kind that was asked for: {_first_line(error)}"
+            hint = f"your function returned the wrong kind of result: {_first_line(error)}"
         return RIGHT if hint is None else f"hint: {hint}"
 
 
 def _observed(exercise: Exercise, function: Callable[..., Any]) -> Any:
-    """Observe the reader's function on one rank; a stub's answer is never taken for a result."""
+    """Observe the reader's function on one rank, where a stub's NotImplemented is no result."""
 
     def attempt(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -75,6 +84,22 @@ def _observed(exercise: Exercise, function: Callable[..., Any]) -> Any:
         return result
 
     return exercise.observe(attempt)
+
+
+def _explain(error: Exception, printed: str) -> str:
+    """Return what an exception on a rank says about the reader's function.
+
+    If the ranks' collectives do not match, gloo answers with a path into its C++ sources. What
+    happened helps the reader more: a rank went on alone, or two ranks brought different sizes.
+    """
+    text = _first_line(error)
+    # gloo aborts a process that gets more than it expects, so only its output names the reason. A
+    # peer may notice the closed connection first.
+    if "preamble.length" in text + printed:
+        return MISMATCH
+    if isinstance(error, RuntimeError) and "gloo/" in text and "by peer" in text:
+        return ALONE
+    return f"your function raised {type(error).__name__}: {text}"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Jobs that hang for a few seconds, not for ever, and tell who failed first."""
+"""Jobs that hang for a few seconds instead of forever, and say which rank failed first."""
 
 import re
 import signal
@@ -17,14 +17,14 @@ from ddp_ref import run_ranks
 
 from .swimlane import Event, Lane
 
-WAIT = timedelta(seconds=3)  # how long a rank waits in a collective, once all ranks have met
+WAIT = timedelta(seconds=3)  # how long a rank waits in a collective once all ranks have met
 LIMIT = timedelta(minutes=2)  # for a whole job
 
 Train = Callable[[int, DistributedDataParallel, Lane], Any]
 
 
 class Hang(NamedTuple):
-    """How a job ended, by rank: its events, and what `train` returned or the words of its error."""
+    """How a job ended, by rank: its events, and what `train` returned or the text of its error."""
 
     lanes: list[list[Event]]
     said: list[Any]
@@ -33,8 +33,8 @@ class Hang(NamedTuple):
     def first(self) -> tuple[int, str]:
         """The rank whose failed call began first, and the label of that call.
 
-        Not the one that ended first: a rank that gives up closes its connections, and its peers
-        may have raised before it has.
+        The call that *ended* first says little: a rank that gives up closes its connections, and
+        its peers may raise before it does.
         """
         failures = [
             (events[-1].begin, rank, events[-1].label)
@@ -45,7 +45,15 @@ class Hang(NamedTuple):
 
 
 def watch(train: Train, wait: timedelta = WAIT) -> Hang:
-    """Run `train(rank, model, lane)` on two ranks to its end or its error; say who failed first."""
+    """Run `train(rank, model, lane)` on two ranks until it ends or fails; say who failed first.
+
+    Args:
+        train: What each rank runs. `lane` notes when it works and when it is in a collective.
+        wait: The timeout of each collective, once the model has been wrapped.
+
+    Returns:
+        The events and the result or error of each rank.
+    """
     ranks = run_ranks(_on_rank, train, wait, timeout=LIMIT)
     hang = Hang([lanes for lanes, _ in ranks], [said for _, said in ranks])
     if any(events and events[-1].failed for events in hang.lanes):
@@ -56,7 +64,7 @@ def watch(train: Train, wait: timedelta = WAIT) -> Hang:
 
 @contextmanager
 def deadline(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in what takes longer than `seconds`, by SIGALRM: in the main thread."""
+    """Raise TimeoutError if the block takes longer than `seconds`. Main thread only: SIGALRM."""
 
     def give_up(*_: object) -> None:
         raise TimeoutError(f"no answer within {seconds} s")
@@ -71,7 +79,7 @@ def deadline(seconds: int) -> Iterator[None]:
 
 
 def train_step(model: nn.Module, lane: Lane, label: str) -> None:
-    """Train on a batch that takes a while."""
+    """Train on one batch: 0.1 s of work, then a backward pass with its all-reduce."""
     with lane("work"):
         time.sleep(0.1)
         loss = model(torch.ones(8, 4)).mean()  # (batch, features)
@@ -80,7 +88,7 @@ def train_step(model: nn.Module, lane: Lane, label: str) -> None:
 
 
 def save_and_meet(lane: Lane) -> None:
-    """End a job: some work, then a barrier."""
+    """End a job: 1.5 s of work, then a barrier."""
     with lane("work", "saves"):
         time.sleep(1.5)
     with lane("wait", "barrier"):

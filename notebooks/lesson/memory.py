@@ -10,8 +10,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .buckets import note_and_reduce
+from .palette import MEMORY
 
 HATCHES = ("", "//", "xx", "..", "\\\\")
+KEYS = {"parameters": "weights", "optimizer state": "optimizer"}  # their names in the palette
 
 
 def bytes_held(model: nn.Module, as_view: bool, batch: int) -> dict[str, int]:
@@ -69,8 +71,9 @@ def draw_memory(cases: dict[str, dict[str, int]]) -> Figure:
     figure, axes = plt.subplots(figsize=(8, 3.2))
     left = [0.0] * len(cases)
     for number, group in enumerate(next(iter(cases.values()))):
+        color = MEMORY[KEYS.get(group, group)]
         sizes = [counted[group] / 2**20 for counted in cases.values()]
-        bars = axes.barh(list(cases), sizes, left=left, label=group, color=f"C{number}")
+        bars = axes.barh(list(cases), sizes, left=left, label=group, color=color)
         for bar in bars:
             bar.set(hatch=HATCHES[number], edgecolor="white")
         labels = [f"{size:.0f}" if size >= 5 else "" for size in sizes]

@@ -1,4 +1,4 @@
-"""Ranks on nodes: what each was told, and which device it takes by a rule."""
+"""Ranks on nodes: what the launcher told each rank, and which device it takes by a rule."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+from .palette import RANKS, REFERENCE
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ def read_seats(text: str) -> list[Seat]:
 
 
 def take(seat: Seat, index: int) -> str:
-    """Return the device with that index, or the error of a rank that sees none there."""
+    """Return the device at that index, or the error that a rank gets if it sees none there."""
     try:
         return f"GPU {seat.devices[index]}"
     except IndexError as error:
@@ -40,19 +42,19 @@ def take(seat: Seat, index: int) -> str:
 
 
 def draw_devices(seats: Sequence[Seat], rules: dict[str, Rule]) -> Figure:
-    """Draw the devices that each rank sees, and the one that it takes by each of `rules`."""
+    """Draw the devices that each rank sees, and the device that it takes by each of `rules`."""
     figure, panels = plt.subplots(
-        1, len(rules), figsize=(7, 3), sharey=True, sharex=True, layout="constrained"
+        1, len(rules), figsize=(7.5, 3.2), sharey=True, sharex=True, layout="constrained"
     )
     for panel, (title, rule) in zip(panels, rules.items(), strict=True):
         for row, seat in enumerate(seats):
             for index, name in enumerate(seat.devices):
-                panel.text(index, row - 0.36, f"GPU {name}", ha="center", va="center", fontsize=7)
-                panel.plot(index, row, "s", markersize=22, color="lightgray", zorder=1)
+                panel.text(index, row - 0.38, f"GPU {name}", ha="center", va="center", fontsize=8)
+                look: dict = {"markersize": 21, "markerfacecolor": "white", "zorder": 1}
+                panel.plot(index, row, "s", markeredgecolor=REFERENCE, **look)
             index = rule(seat)
-            there = index < len(seat.devices)
-            mark, color = ("o", "tab:blue") if there else ("X", "tab:orange")
-            panel.plot(index, row, mark, markersize=11, color=color, zorder=2)
+            mark = "o" if index < len(seat.devices) else "X"
+            panel.plot(index, row, mark, markersize=12, color=RANKS[seat.rank], zorder=2)
         panel.set(title=title, xlabel="device index", xticks=range(4), xlim=(-0.6, 3.6))
         panel.spines[["top", "right"]].set_visible(False)
     names = [f"rank {seat.rank}: node {seat.node}, local rank {seat.local_rank}" for seat in seats]

@@ -5,7 +5,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-COLORS = ["tab:blue", "tab:orange", "tab:green", "tab:red"]
+from .palette import RANKS, REFERENCE
+
 LINES = ["-", "--", "-.", ":"]
 
 
@@ -26,8 +27,9 @@ def draw_against_big_batch(local: Tensor, whole: Tensor) -> Figure:
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True, layout="constrained")
     _plot_ranks(left, local, first=1)
     steps = range(1, len(whole) + 1)
-    right.plot(steps, local.mean(0), "0.75", linewidth=5, label=f"{len(local)} x B, reduced")
-    right.plot(steps, whole, "C1--", linewidth=1.4, label=f"1 x {len(local)}B, one process")
+    wide = {"color": REFERENCE, "alpha": 0.25, "linewidth": 5}
+    right.plot(steps, local.mean(0), label=f"{len(local)} x B, reduced", **wide)
+    right.plot(steps, whole, "--", color=REFERENCE, label=f"1 x {len(local)}B, one process")
     left.set(xlabel="optimizer step", ylabel="loss of the step's batch")
     right.set(xlabel="optimizer step")
     for axes in (left, right):
@@ -39,7 +41,7 @@ def draw_against_big_batch(local: Tensor, whole: Tensor) -> Figure:
 def _plot_ranks(axes: Axes, local: Tensor, first: int) -> None:
     steps = range(first, first + local.shape[1])
     for rank, losses in enumerate(local):
-        color, line = COLORS[rank % 4], LINES[rank % 4]
+        color, line = RANKS[rank % 4], LINES[rank % 4]
         axes.plot(steps, losses, line, color=color, linewidth=1, label=f"rank {rank}, local")
-    axes.plot(steps, local.mean(0), color="black", linewidth=2.5, label="all ranks, reduced")
+    axes.plot(steps, local.mean(0), color=REFERENCE, linewidth=2.5, label="all ranks, reduced")
     axes.spines[["top", "right"]].set_visible(False)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_ref.environment import available_cores
 
+from .palette import COMMUNICATE, COMPUTE, REFERENCE
 from .timing import fastest
 
 
@@ -19,7 +20,7 @@ def measure_scaling(
 ) -> tuple[dict[int, float], float, float]:
     """Return samples a second by ranks, of one thread without DDP, and of all cores.
 
-    The best of 5 rounds, as other programs only ever slow a run down. A rank has only the sizes in
+    The best of 3 rounds, as other programs only ever slow a run down. A rank has only the sizes in
     which it takes part. Collective: all ranks call it.
     """
     dist.init_process_group("gloo")
@@ -27,7 +28,7 @@ def measure_scaling(
     groups = {size: dist.new_group(list(range(size))) for size in sizes}  # all ranks make all
     models = {n: DDP(make_model(), process_group=g) for n, g in groups.items() if rank < n}
     speed, one, whole = dict.fromkeys(models, 0.0), 0.0, 0.0
-    for _ in range(5):
+    for _ in range(3):
         for size, model in models.items():
             dist.barrier(groups[size])
             speed[size] = max(speed[size], size * _samples_per_second(model, threads=1))
@@ -49,7 +50,7 @@ def _samples_per_second(model: nn.Module, threads: int) -> float:
         model(inputs).sum().backward()
 
     # The first is slower: DDP arranges its buckets.
-    return len(inputs) / fastest(step, 4, together=3)
+    return len(inputs) / fastest(step, 3, together=2)
 
 
 def draw_scaling(measured: dict[int, float], one_thread: float, all_cores: float) -> Figure:
@@ -57,10 +58,11 @@ def draw_scaling(measured: dict[int, float], one_thread: float, all_cores: float
     figure, axes = plt.subplots(figsize=(7, 3.4))
     ranks = list(measured)
     ideal = [one_thread * n for n in ranks]
-    axes.plot(ranks, ideal, "k--", label="ideal 1: as many times one thread")
-    axes.axhline(all_cores, color="C7", linestyle=":", label="ideal 2: one process, all cores")
-    axes.plot(ranks, list(measured.values()), "C1o-", label="measured: DDP, a thread a rank")
-    axes.set(xlabel="ranks", ylabel="samples a second", xticks=ranks, ylim=(0, None))
+    axes.plot(ranks, ideal, "--", color=REFERENCE, label="ideal 1: n times one thread")
+    axes.axhline(all_cores, color=COMPUTE, linestyle=":", label="ideal 2: one process, all cores")
+    ddp = list(measured.values())
+    axes.plot(ranks, ddp, "o-", color=COMMUNICATE, label="measured: DDP, one thread per rank")
+    axes.set(xlabel="ranks", ylabel="samples per second", xticks=ranks, ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()

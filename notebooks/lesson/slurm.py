@@ -1,4 +1,4 @@
-"""Commands on a Slurm cluster; where there is none, a line that says so."""
+"""Commands on a Slurm cluster. Without a cluster, one line says so."""
 
 import os
 import subprocess
@@ -6,13 +6,13 @@ from pathlib import Path
 
 from .commands import shell
 
-NO_CLUSTER = "no Slurm cluster here: `make slurm-up` makes one (Linux, root); then run this again"
+NO_CLUSTER = "no Slurm cluster here: run `make slurm-up` as root, then run this cell again"
 
 
 def slurm(command: str, *, folder: Path) -> str:
-    """Run `command` as `shell` does, on the cluster that `has_cluster` asks.
+    """Run `command` as `shell` does, on the cluster that `has_cluster` finds.
 
-    Returns "", and says why in one line, where none answers.
+    If no cluster answers, it prints one line that says so, and returns "".
     """
     if not has_cluster():
         print(NO_CLUSTER)
@@ -22,7 +22,7 @@ def slurm(command: str, *, folder: Path) -> str:
 
 
 def has_cluster() -> bool:
-    """Say whether a cluster answers: SLURM_CONF's, else `make slurm-up`'s, else the machine's."""
+    """Return whether a cluster answers: SLURM_CONF's, `make slurm-up`'s, or the machine's own."""
     try:
         asked = subprocess.run(
             ["sinfo"], env=os.environ | _cluster(), capture_output=True, timeout=5
@@ -33,7 +33,7 @@ def has_cluster() -> bool:
 
 
 def _cluster() -> dict[str, str]:
-    """Return the variable by which Slurm finds the cluster, if it needs one."""
+    """Return the variable by which Slurm finds the cluster of `make slurm-up`, if it is up."""
     name = os.environ.get("LOCAL_CLUSTER", "ddp")
     config = Path(f"/run/local-cluster-{name}/slurm.conf")
     return {"SLURM_CONF": str(config)} if config.exists() and "SLURM_CONF" not in os.environ else {}

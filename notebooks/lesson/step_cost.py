@@ -11,7 +11,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from ddp_ref.environment import available_cores
+
 from .buckets import note_and_reduce
+from .palette import COMMUNICATE, COMPUTE
 from .timing import fastest
 
 
@@ -34,6 +37,16 @@ def step_seconds(
         optimizer.step()
 
     return fastest(step, 200)
+
+
+def one_process_cost(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, float]:
+    """Return the seconds of a step in three ways without DDP, by name: 64 samples, and 32."""
+    torch.set_num_threads(1)
+    whole = step_seconds(model, inputs, targets)
+    half = step_seconds(model, inputs[:32], targets[:32])
+    torch.set_num_threads(available_cores())
+    cores = step_seconds(model, inputs, targets)
+    return {"1 x 64, one thread": whole, "1 x 32, one thread": half, "1 x 64, all cores": cores}
 
 
 def rank_cost(
@@ -62,14 +75,19 @@ def rank_cost(
 
 
 def draw_step_cost(seconds: dict[str, float]) -> Figure:
-    """Draw a bar for each way of taking a step, in milliseconds; hatched where it is DDP's."""
-    figure, axes = plt.subplots(figsize=(7, 2.6))
+    """Draw a bar for each way of taking a step, in milliseconds; hatched where it all-reduces."""
+    return draw_bars(seconds, "milliseconds per step (the fastest of 200)", sends="DDP")
+
+
+def draw_bars(seconds: dict[str, float], label: str, sends: str = "") -> Figure:
+    """Draw a bar for each name, in milliseconds; hatched if the name ends with `sends`."""
+    figure, axes = plt.subplots(figsize=(7, 0.4 * len(seconds) + 0.6))
     for name, value in seconds.items():
-        color, hatch = ("C1", "//") if "ranks" in name else ("C0", "")
+        color, hatch = (COMMUNICATE, "//") if name.endswith(sends) else (COMPUTE, "")
         bar = axes.barh(name, value * 1000, color=color, hatch=hatch, edgecolor="white")
         axes.bar_label(bar, fmt="%.2f", padding=3)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds a step (the fastest of 200)")
+    axes.set_xlabel(label)
     axes.margins(x=0.12)
     figure.tight_layout()
     return figure

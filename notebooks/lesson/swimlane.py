@@ -1,4 +1,4 @@
-"""Which rank works and which waits, and when: noted on the ranks, drawn as a lane for each."""
+"""When each rank works and when it is in a collective: noted on the ranks, drawn as lanes."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,16 +12,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from .palette import COMPUTE, WAIT
+
 STYLES: dict[str, dict[str, Any]] = {
-    "work": {"facecolor": "tab:blue", "edgecolor": "white"},
-    "wait": {"facecolor": "moccasin", "edgecolor": "tab:orange", "hatch": "///"},
+    "work": {"facecolor": COMPUTE, "edgecolor": "white"},
+    "wait": {"facecolor": WAIT, "edgecolor": "white", "hatch": "///"},
 }
-MEANING = {"work": "works", "wait": "is in a collective"}
-WIDE = 0.17  # of a lane: an event that takes this much of it has room for its label
+MEANING = {"work": "works", "wait": "waits in a collective"}
+WIDE = 0.17  # the share of a lane that an event must fill to have room for its label
 
 
 class Event(NamedTuple):
-    """What a rank did; `begin` and `end` are seconds of the clock that a host's processes share."""
+    """What a rank did, and when: seconds of the clock that all processes of a host share."""
 
     what: str  # "work" or "wait"
     label: str
@@ -31,7 +33,7 @@ class Event(NamedTuple):
 
 
 class Lane:
-    """Note what one rank does: `with lane("wait", "step 3"): ...`."""
+    """The events of one rank: `with lane("wait", "step 3"): ...` adds one."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -47,7 +49,7 @@ class Lane:
 
 
 def draw_swimlanes(runs: Mapping[str, Sequence[Sequence[Event]]]) -> Figure:
-    """Draw each run in a panel of its own, from its first event on: title -> events by rank."""
+    """Draw one panel per run (title -> events by rank), with one lane per rank."""
     rows = -(-len(runs) // 2)
     size = (9, 1.8 * rows + 0.3)
     figure, panels = plt.subplots(rows, 2, figsize=size, squeeze=False, layout="constrained")

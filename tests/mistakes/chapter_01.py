@@ -62,14 +62,14 @@ def keeps_old_gradients(model, loss_fn, inputs, targets):
 MISTAKES = {
     "batch_gradient": [
         (keeps_its_own, "nothing was exchanged"),
-        (takes_the_plain_mean, "the plain mean"),
-        (sums_over_the_samples, "the sum over the samples"),
-        (divides_by_its_own_count, "divided by its own count"),
+        (takes_the_plain_mean, "returned the plain mean"),
+        (sums_over_the_samples, "the sum over all samples, not the mean"),
+        (divides_by_its_own_count, "divided the sum by its own number of samples"),
         (takes_64_for_granted, "but not for 20 and 12"),
     ],
     "without_gradient": [
         (looks_at_the_loss, "stays at 1"),
-        (looks_for_none, "is there, but zero"),
+        (looks_for_none, "is there, but all zeros"),
         (looks_for_zeros, "the forward pass leaves out"),
         (names_frozen_ones, "frozen on purpose"),
         (keeps_old_gradients, "left by an earlier step"),

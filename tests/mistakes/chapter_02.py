@@ -1,4 +1,4 @@
-"""What readers write for chapter 02, and words of the hint that they get."""
+"""Typical wrong answers to the exercise of chapter 02, and words of the hint each must get."""
 
 import torch.distributed as dist
 
@@ -24,11 +24,18 @@ def the_mean(model):
         tensor.copy_(tensor / dist.get_world_size())
 
 
+def rank_0_alone(model):
+    if dist.get_rank() == 0:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+
+
 MISTAKES = {
     "start_alike": [
-        (parameters_alone, "the buffers, such as BatchNorm's running mean, still differ"),
-        (what_is_saved, "persistent=False is not that of rank 0"),
-        (a_copy, "the parameters still differ"),
-        (the_mean, "not the ones that rank 0 had"),
+        (parameters_alone, "model.parameters() does not contain them"),
+        (what_is_saved, "registered with persistent=False did not become rank 0's"),
+        (a_copy, "the parameters still differ between the ranks"),
+        (the_mean, "but not the ones that rank 0 had"),
+        (rank_0_alone, "waiting in a collective that another rank never called"),
     ]
 }

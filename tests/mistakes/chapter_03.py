@@ -1,66 +1,64 @@
-"""Wrong answers to the exercises of chapter 03, and words of the hint that each deserves."""
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+"""Typical wrong answers to the exercise of chapter 03, and words of the hint each must get."""
 
 
-def mean_of_means(outputs, targets):
-    return F.cross_entropy(outputs, targets)
+def _right(rank, world_size, port):
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
 
 
-def without_world_size(outputs, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
-    return F.cross_entropy(outputs, targets, reduction="sum") / count
+def returns_numbers(rank, world_size, port):
+    return _right(rank, world_size, port) | {"RANK": rank, "WORLD_SIZE": world_size}
 
 
-def summed(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="sum")
+def forgets_the_local_rank(rank, world_size, port):
+    variables = _right(rank, world_size, port)
+    del variables["LOCAL_RANK"]
+    return variables
 
 
-def counting_padding(outputs, targets):
-    count = torch.tensor(len(targets))
-    dist.all_reduce(count)
-    total = F.cross_entropy(outputs, targets, reduction="sum")
-    return total * dist.get_world_size() / count
+def counts_from_one(rank, world_size, port):
+    return _right(rank + 1, world_size, port)
 
 
-def for_two_ranks(outputs, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
-    return F.cross_entropy(outputs, targets, reduction="sum") * 2 / count
+def puts_all_on_local_rank_0(rank, world_size, port):
+    return _right(rank, world_size, port) | {"LOCAL_RANK": "0"}
 
 
-def from_own_mean(outputs, targets):
-    own = (targets != -100).sum()
-    count = own.clone()
-    dist.all_reduce(count)
-    return F.cross_entropy(outputs, targets) * own * dist.get_world_size() / count  # nan * 0 is nan
+def leaves_out_rank_0(rank, world_size, port):
+    return _right(rank, world_size - 1, port)
 
 
-def own_mean_for_the_others(outputs, targets):
-    """Leave out a rank that has no targets, and the mean is over the others' world size."""
-    own = (targets != -100).sum()
-    ranks, count = (own > 0).long(), own.clone()
-    dist.all_reduce(ranks)
-    dist.all_reduce(count)
-    return F.cross_entropy(outputs, targets, reduction="sum") * ranks / count
+def gives_each_rank_its_own_port(rank, world_size, port):
+    return _right(rank, world_size, port + rank)
 
 
-def detached(outputs, targets):
-    return mean_of_means(outputs, targets).item()
+def takes_the_usual_port(rank, world_size, port):
+    return _right(rank, world_size, 29500)
+
+
+def gives_each_rank_its_own_address(rank, world_size, port):
+    return _right(rank, world_size, port) | {"MASTER_ADDR": f"127.0.0.{rank + 1}"}
+
+
+def returns_one_variable(rank, world_size, port):
+    return f"RANK={rank}"
 
 
 MISTAKES = {
-    "global_mean_loss": [
-        (mean_of_means, "mean weighs alike"),
-        (without_world_size, "is a third of what it should be"),
-        (summed, "a third of the gradient of a sum"),
-        (counting_padding, "targets of -100 were counted"),
-        (for_two_ranks, "there are 3 ranks here"),
-        (from_own_mean, "then its loss is NaN"),
-        (own_mean_for_the_others, "then the gradient is another one"),
-        (detached, "no loss that backward can start from"),
+    "environment_for": [
+        (returns_numbers, "environment variables are text"),
+        (forgets_the_local_rank, "LOCAL_RANK is missing"),
+        (counts_from_one, "Ranks count from 0"),
+        (puts_all_on_local_rank_0, "numbers the processes of one machine"),
+        (leaves_out_rank_0, "All of them count, rank 0 too"),
+        (gives_each_rank_its_own_port, "must all meet at one port"),
+        (takes_the_usual_port, "but the caller asked for port"),
+        (gives_each_rank_its_own_address, "different values of MASTER_ADDR"),
+        (returns_one_variable, "should return a dict"),
     ],
 }

@@ -1,54 +1,66 @@
-"""What readers write for chapter 04, and words of the hint that they get."""
-
-import shutil
-import tempfile
-from pathlib import Path
+"""Typical wrong answers to the exercise of chapter 04, and words of the hint that each gets."""
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 
-def in_place(state, path):
-    torch.save(state, path)
+def mean_of_means(outputs, targets):
+    return F.cross_entropy(outputs, targets)
 
 
-def copied(state, path):
-    temporary = Path(f"{path}.tmp")
-    torch.save(state, temporary)
-    shutil.copyfile(temporary, path)
-    temporary.unlink()
+def without_world_size(outputs, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return F.cross_entropy(outputs, targets, reduction="sum") / count
 
 
-def unlinked_first(state, path):
-    temporary = Path(f"{path}.tmp")
-    torch.save(state, temporary)
-    path.unlink()
-    temporary.rename(path)
+def summed(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="sum")
 
 
-def in_another_folder(state, path):
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(state, temporary := Path(folder) / path.name)
-        temporary.replace(path)
+def counting_padding(outputs, targets):
+    count = torch.tensor(len(targets))
+    dist.all_reduce(count)
+    total = F.cross_entropy(outputs, targets, reduction="sum")
+    return total * dist.get_world_size() / count
 
 
-def never_renamed(state, path):
-    torch.save(state, Path(f"{path}.tmp"))
+def for_two_ranks(outputs, targets):
+    count = (targets != -100).sum()
+    dist.all_reduce(count)
+    return F.cross_entropy(outputs, targets, reduction="sum") * 2 / count
 
 
-def with_the_old_one_kept(state, path):
-    temporary, backup = Path(f"{path}.tmp"), Path(f"{path}.bak")
-    torch.save(state, temporary)
-    shutil.copyfile(path, backup)
-    temporary.replace(path)
+def from_own_mean(outputs, targets):
+    own = (targets != -100).sum()
+    count = own.clone()
+    dist.all_reduce(count)
+    return F.cross_entropy(outputs, targets) * own * dist.get_world_size() / count  # nan * 0 is nan
+
+
+def own_mean_for_the_others(outputs, targets):
+    """Leave out a rank that has no targets, and the mean is over the others' world size."""
+    own = (targets != -100).sum()
+    ranks, count = (own > 0).long(), own.clone()
+    dist.all_reduce(ranks)
+    dist.all_reduce(count)
+    return F.cross_entropy(outputs, targets, reduction="sum") * ranks / count
+
+
+def detached(outputs, targets):
+    return mean_of_means(outputs, targets).item()
 
 
 MISTAKES = {
-    "save": [
-        (in_place, "killed in the middle of a save"),
-        (copied, "the bytes of the old file are written over"),
-        (unlinked_first, "for a moment there is none"),
-        (in_another_folder, "another file system"),
-        (never_renamed, "does not find the new state"),
-        (with_the_old_one_kept, "the folder holds more than the snapshot"),
-    ]
+    "global_mean_loss": [
+        (mean_of_means, "mean has the same weight"),
+        (without_world_size, "is a third of what it should be"),
+        (summed, "a third of the gradient of the sum"),
+        (counting_padding, "targets of -100 were counted"),
+        (for_two_ranks, "there are 3 ranks here"),
+        (from_own_mean, "so its loss is NaN"),
+        (own_mean_for_the_others, "DDP still divides by all ranks"),
+        (detached, "a loss that backward() can start from"),
+    ],
 }

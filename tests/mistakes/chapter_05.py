@@ -1,27 +1,50 @@
-"""Several nodes: wrong answers, and a part of the hint for each."""
+"""Typical wrong answers to the exercise of chapter 05, and words of the hint that each gets."""
+
+from contextlib import nullcontext
 
 
-def the_rank(rank, local_rank, visible):
-    return rank
+def without_dividing(model, loss_of, microbatches):
+    for number, microbatch in enumerate(microbatches, start=1):
+        with model.no_sync() if number < len(microbatches) else nullcontext():
+            loss_of(microbatch).backward()
 
 
-def the_rank_wrapped(rank, local_rank, visible):
-    return rank % visible
+def without_no_sync(model, loss_of, microbatches):
+    for microbatch in microbatches:
+        (loss_of(microbatch) / len(microbatches)).backward()
 
 
-def the_local_rank(rank, local_rank, visible):
-    return local_rank
+def all_in_no_sync(model, loss_of, microbatches):
+    with model.no_sync():
+        without_no_sync(model, loss_of, microbatches)
 
 
-def the_first_for_all(rank, local_rank, visible):
-    return 0
+def zeroed_each_time(model, loss_of, microbatches):
+    for number, microbatch in enumerate(microbatches, start=1):
+        model.zero_grad()
+        with model.no_sync() if number < len(microbatches) else nullcontext():
+            (loss_of(microbatch) / len(microbatches)).backward()
+
+
+def forward_outside(model, loss_of, microbatches):
+    """Whether DDP synchronizes is decided in forward."""
+    losses = [loss_of(microbatch) / len(microbatches) for microbatch in microbatches]
+    with model.no_sync():
+        for loss in losses[:-1]:
+            loss.backward()
+    losses[-1].backward()
+
+
+def without_backward(model, loss_of, microbatches):
+    return sum(loss_of(microbatch) for microbatch in microbatches) / len(microbatches)
 
 
 MISTAKES = {
-    "device_index": [
-        (the_rank, "two ranks a node: rank 2, local rank 0, takes index 2, but sees 2 devices"),
-        (the_rank_wrapped, "--distribution=cyclic: ranks 0 and 2 are on one node and share"),
-        (the_local_rank, "--gpus-per-task=1: rank 1, local rank 1, takes index 1, but sees 1"),
-        (the_first_for_all, "two ranks a node: ranks 0 and 1 are on one node and share device 0"),
-    ]
+    "accumulated_gradient": [
+        (without_dividing, "3 times too large"),
+        (without_no_sync, "DDP synchronized 3 times"),
+        (all_in_no_sync, "never synchronized"),
+        (zeroed_each_time, "only the last microbatch"),
+        (without_backward, "call backward() for each microbatch"),
+    ],
 }

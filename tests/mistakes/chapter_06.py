@@ -1,62 +1,54 @@
-"""Wrong answers to the exercises of chapter 06, and words of the hint that each deserves."""
+"""Typical wrong answers to the exercise of chapter 06, each with words of its hint."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
 
 
-def never_above_the_cap(sizes, cap):
-    buckets, total = [[]], 0
-    for number, size in enumerate(sizes):
-        if buckets[-1] and total + size > cap:
-            buckets.append([])
-            total = 0
-        buckets[-1].append(number)
-        total += size
-    return buckets
+def in_place(state, path):
+    torch.save(state, path)
 
 
-def without_the_rest(sizes, cap):
-    buckets, bucket = [], []
-    for number in range(len(sizes)):
-        bucket.append(number)
-        if sum(sizes[n] for n in bucket) >= cap:
-            buckets.append(bucket)
-            bucket = []
-    return buckets
+def copied(state, path):
+    temporary = Path(f"{path}.tmp")
+    torch.save(state, temporary)
+    shutil.copyfile(temporary, path)
+    temporary.unlink()
 
 
-def from_the_last(sizes, cap):
-    count = len(sizes)
-    return [[count - 1 - n for n in bucket] for bucket in never_above_the_cap(sizes[::-1], cap)]
+def unlinked_first(state, path):
+    temporary = Path(f"{path}.tmp")
+    torch.save(state, temporary)
+    path.unlink()
+    temporary.rename(path)
 
 
-def empty_at_the_end(sizes, cap):
-    buckets = [[]]
-    for number in range(len(sizes)):
-        buckets[-1].append(number)
-        if sum(sizes[n] for n in buckets[-1]) >= cap:
-            buckets.append([])
-    return [*buckets, []]
+def in_another_folder(state, path):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(state, temporary := Path(folder) / path.name)
+        temporary.replace(path)
 
 
-def alone_only(sizes, cap):
-    buckets, full = [], True
-    for number, size in enumerate(sizes):
-        if full:
-            buckets.append([])
-        buckets[-1].append(number)
-        full = size >= cap
-    return buckets
+def never_renamed(state, path):
+    torch.save(state, Path(f"{path}.tmp"))
 
 
-def one_each(sizes, cap):
-    return len(sizes)
+def with_the_old_one_kept(state, path):
+    temporary, backup = Path(f"{path}.tmp"), Path(f"{path}.bak")
+    torch.save(state, temporary)
+    shutil.copyfile(path, backup)
+    temporary.replace(path)
 
 
 MISTAKES = {
-    "assign_buckets": [
-        (never_above_the_cap, "buckets end before they reach"),
-        (without_the_rest, "have a bucket"),
-        (from_the_last, "ready first is not in the first bucket"),
-        (empty_at_the_end, "a bucket is empty"),
-        (alone_only, "with a cap of 10, you made"),
-        (one_each, "not a list of lists"),
-    ],
+    "save": [
+        (in_place, "the process was killed in the middle of a save"),
+        (copied, "your function writes over the bytes of the old file"),
+        (unlinked_first, "your function removes the old file before the new one has its name"),
+        (in_another_folder, "may be on another file system"),
+        (never_renamed, "torch.load did not find the new state"),
+        (with_the_old_one_kept, "the folder holds more than the snapshot"),
+    ]
 }

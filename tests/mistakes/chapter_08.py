@@ -1,81 +1,62 @@
-"""Typical mistakes of chapter 08, and words of the hint that each must get."""
-
-import torch
-import torch.distributed as dist
+"""Wrong answers to the exercises of chapter 08, and words of the hint that each deserves."""
 
 
-def trains_as_if_even(model, optimizer, batches):
-    for batch in batches:
-        optimizer.zero_grad()
-        model(batch).mean().backward()
-        optimizer.step()
-    return len(batches)
+def never_above_the_cap(sizes, cap):
+    buckets, total = [[]], 0
+    for number, size in enumerate(sizes):
+        if buckets[-1] and total + size > cap:
+            buckets.append([])
+            total = 0
+        buckets[-1].append(number)
+        total += size
+    return buckets
 
 
-def stops_with_the_shortest(model, optimizer, batches):
-    number = torch.tensor(len(batches))
-    dist.all_reduce(number, op=dist.ReduceOp.MIN)
-    for _, batch in zip(range(number), batches, strict=False):
-        optimizer.zero_grad()
-        model(batch).mean().backward()
-        optimizer.step()
-    return int(number)
+def without_the_rest(sizes, cap):
+    buckets, bucket = [], []
+    for number in range(len(sizes)):
+        bucket.append(number)
+        if sum(sizes[n] for n in bucket) >= cap:
+            buckets.append(bucket)
+            bucket = []
+    return buckets
 
 
-def trains_apart(model, optimizer, batches):
-    for batch in batches:
-        optimizer.zero_grad()
-        model.module(batch).mean().backward()
-        optimizer.step()
-    return len(batches)
+def from_the_last(sizes, cap):
+    count = len(sizes)
+    return [[count - 1 - n for n in bucket] for bucket in never_above_the_cap(sizes[::-1], cap)]
 
 
-def halves_the_last(model, optimizer, batches):
-    with model.join():
-        return trains_as_if_even(model, optimizer, batches)
+def empty_at_the_end(sizes, cap):
+    buckets = [[]]
+    for number in range(len(sizes)):
+        buckets[-1].append(number)
+        if sum(sizes[n] for n in buckets[-1]) >= cap:
+            buckets.append([])
+    return [*buckets, []]
 
 
-def returns_nothing(model, optimizer, batches):
-    with model.join(divide_by_initial_world_size=False):
-        trains_as_if_even(model, optimizer, batches)
+def alone_only(sizes, cap):
+    buckets, full = [], True
+    for number, size in enumerate(sizes):
+        if full:
+            buckets.append([])
+        buckets[-1].append(number)
+        full = size >= cap
+    return buckets
 
 
-def everyone_at_once(prepare):
-    prepare()
-
-
-def only_the_others_wait(prepare):
-    if dist.get_rank() != 0:
-        dist.barrier()
-    prepare()
-
-
-def rank_0_alone(prepare):
-    if dist.get_rank() == 0:
-        prepare()
-    dist.barrier()
-
-
-def the_wrong_way_round(prepare):
-    if dist.get_rank() != 0:
-        prepare()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        prepare()
+def one_each(sizes, cap):
+    return len(sizes)
 
 
 MISTAKES = {
-    "train_epoch": [
-        (trains_as_if_even, "waits for a rank that has none left"),
-        (stops_with_the_shortest, "took [3, 3] of them"),
-        (trains_apart, "different weights"),
-        (halves_the_last, "add up to 15.0, the steps taken to 10.5"),
-        (returns_nothing, "return [None, None]"),
-    ],
-    "first_on_rank_0": [
-        (everyone_at_once, "before rank 0 had ended it"),
-        (only_the_others_wait, "waits in a collective that the other rank does not call"),
-        (rank_0_alone, "rank 1 has not called prepare()"),
-        (the_wrong_way_round, "rank 0 came after it"),
+    "assign_buckets": [
+        (never_above_the_cap, "never exceed"),
+        (without_the_rest, "gradients have a bucket"),
+        (from_the_last, "in another order than"),
+        (empty_at_the_end, "A bucket is empty"),
+        (alone_only, "with a cap of 10, you made"),
+        (one_each, "not a list of lists"),
     ],
 }

@@ -1,33 +1,84 @@
-"""ddp_ref: wrong answers, and a part of the hint for each."""
-
-import torch.distributed as dist
-
-from ddp_ref import on_rank
+"""Typical wrong answers to the exercises of chapter 09, and words of the hint each must get."""
 
 
-def on_every_rank(work):
-    return work()
+def goes_round_once(parameters, world_size, backward):
+    return 4 * parameters * (world_size - 1) / world_size / backward * 8 / 1e9
 
 
-def under_an_if(work):
-    return work() if dist.get_rank() == 0 else None
+def answers_in_gigabytes(parameters, world_size, backward):
+    return 4 * parameters * 2 * (world_size - 1) / world_size / backward / 1e9
 
 
-def broadcast_by_hand(work):
-    box = [work()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(box)
-    return box[0]
+def counts_numbers_not_bytes(parameters, world_size, backward):
+    return parameters * 2 * (world_size - 1) / world_size / backward * 8 / 1e9
 
 
-def without_broadcast(work):
-    return on_rank(0)(work)()
+def sends_a_vector_to_every_rank(parameters, world_size, backward):
+    return 4 * parameters * 2 * world_size / backward * 8 / 1e9
+
+
+def forgets_that_a_chunk_is_small(parameters, world_size, backward):
+    return 4 * parameters * 2 * (world_size - 1) / backward * 8 / 1e9
+
+
+def sends_its_own_chunk_too(parameters, world_size, backward):
+    return 4 * parameters * 2 / backward * 8 / 1e9
+
+
+def multiplies_by_the_time(parameters, world_size, backward):
+    return 4 * parameters * 2 * (world_size - 1) / world_size * backward * 8 / 1e9
+
+
+def goes_round_the_ring(ranks):
+    n = ranks.world_size
+    for shift, add in ((0, True), (1, False)):
+        for step in range(n - 1):
+            chunks = [(rank + shift - step) % n for rank in range(n)]
+            ranks.exchange([(rank, (rank + 1) % n, chunks[rank]) for rank in range(n)], add=add)
+
+
+def exchanges(ranks, distances, add=True):
+    world = range(ranks.world_size)
+    for distance in distances:
+        pairs = [(rank, rank ^ distance) for rank in world]
+        ranks.exchange([(*pair, chunk) for pair in pairs for chunk in world], add=add)
+
+
+def keeps_the_same_partner(ranks):
+    exchanges(ranks, [1, 1, 1])
+
+
+def replaces_what_is_there(ranks):
+    exchanges(ranks, [1, 2, 4], add=False)
+
+
+def sends_all_to_rank_0(ranks):
+    others, chunks = range(1, ranks.world_size), range(ranks.world_size)
+    ranks.exchange([(rank, 0, chunk) for rank in others for chunk in chunks], add=True)
+    ranks.exchange([(0, rank, chunk) for rank in others for chunk in chunks], add=False)
+
+
+def sends_all_to_all(ranks):
+    world = range(ranks.world_size)
+    pairs = [(one, other) for one in world for other in world if one != other]
+    ranks.exchange([(*pair, chunk) for pair in pairs for chunk in world], add=True)
 
 
 MISTAKES = {
-    "prepare_once": [
-        (on_every_rank, "rank 0 did the work 1 times and rank 1 1 times"),
-        (under_an_if, "rank 1 went on as if it had not"),
-        (broadcast_by_hand, "rank 1 raises RuntimeError"),
-        (without_broadcast, "the work found '10 classes', and rank 1 got None"),
-    ]
+    "break_even_gigabits": [
+        (goes_round_once, "goes round the ring twice"),
+        (answers_in_gigabytes, "a byte has 8 bits"),
+        (counts_numbers_not_bytes, "each number takes 4 bytes"),
+        (sends_a_vector_to_every_rank, "not n or n - 1 times it"),
+        (forgets_that_a_chunk_is_small, "a rank sends only 1/n of it"),
+        (sends_its_own_chunk_too, "all chunks but one"),
+        (multiplies_by_the_time, "then divide by the time"),
+    ],
+    "doubling_all_reduce": [
+        (goes_round_the_ring, "took 14 steps"),
+        (keeps_the_same_partner, "more than once"),
+        (sends_all_to_rank_0, "receives from more than one rank"),
+        (sends_all_to_all, "sends to more than one rank"),
+        (replaces_what_is_there, "is the sum of ranks"),
+    ],
 }

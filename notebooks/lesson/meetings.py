@@ -1,0 +1,43 @@
+"""Ranks that try to meet: all begin at the same moment, and every run has the same errors."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from matplotlib.figure import Figure
+
+from .swimlane import Event, draw_swimlanes
+
+
+def wait_for_all() -> None:
+    """Return when every rank of this run is here, so that a late process cannot change the result.
+
+    The ranks meet as `run_ranks` planned. Then the group is closed, and they may try another way.
+    """
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+    # From here on rank 0 hosts the store of a new group, as it does under mp.spawn.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+def error_text(error: Exception) -> str:
+    """Return the first line of an error, without what changes from run to run."""
+    text = str(error).splitlines()[0]
+    text = re.sub(r"useIpv6: \w+, code: -?\d+, ", "", text)
+    text = re.sub(r"(port: |, )\d{5}", r"\1PORT", text)
+    return re.sub(r"after \d+ seconds", "after N seconds", text)
+
+
+def draw_meetings(runs: Mapping[str, Sequence[Sequence[Event]]]) -> Figure:
+    """Draw one panel per meeting (title -> events by process).
+
+    The lanes are called processes, not ranks, because two of them may claim the same rank.
+    """
+    figure = draw_swimlanes(runs)
+    for panel, lanes in zip(figure.axes, runs.values(), strict=False):
+        panel.set_yticks(
+            range(len(lanes)), [f"process {'AB'[place]}" for place in range(len(lanes))]
+        )
+    return figure

@@ -1,0 +1,41 @@
+"""Two ranks that train together, beside two processes that train each for itself."""
+
+import time
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from .palette import COMMUNICATE, COMPUTE
+
+
+def time_steps(model: nn.Module, inputs: Tensor, steps: int) -> float:
+    """Return the seconds that this process takes for some steps of forward and backward."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        model.zero_grad()
+        model(inputs).square().mean().backward()
+    return time.perf_counter() - start
+
+
+def draw_throughput(kept: Mapping[str, float]) -> Figure:
+    """Draw for each model the throughput of DDP, relative to that of independent processes."""
+    figure, axes = plt.subplots(figsize=(7, 0.7 * len(kept) + 1.1), layout="constrained")
+    places = range(len(kept))
+    axes.barh([p - 0.2 for p in places], 1, 0.38, color=COMPUTE, label="2 independent processes")
+    bars = axes.barh(
+        [p + 0.2 for p in places],
+        list(kept.values()),
+        0.38,
+        color=COMMUNICATE,
+        hatch="//",
+        edgecolor="white",
+        label="2 ranks of DDP",
+    )
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.set_yticks(places, list(kept))
+    axes.invert_yaxis()
+    axes.set(xlabel="samples per second, relative to independent processes", xlim=(0, 1.25))
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    return figure

@@ -1,0 +1,100 @@
+"""The cost model of chapter 09: its formulas against simulations and worked examples."""
+
+import pytest
+import torch
+from lesson.cost_model import (
+    Link,
+    all_reduce_seconds,
+    backward_seconds,
+    break_even_bandwidth,
+    bus_bandwidth,
+    bytes_per_second,
+    bytes_sent,
+    exposed_seconds,
+    fit_link,
+    gradient_bytes,
+    ring_steps,
+)
+from lesson.ring import SimulatedRanks
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8, 16])
+def test_the_ring_sends_what_the_formula_says(world_size):
+    ranks = SimulatedRanks(torch.ones(world_size, 16 * world_size))
+    for add, first in ((True, 0), (False, 1)):
+        for step in range(world_size - 1):
+            ranks.exchange(
+                [(r, (r + 1) % world_size, (r + first - step) % world_size)
+                 for r in range(world_size)],
+                add=add,
+            )  # fmt: skip
+    payload = ranks.vectors[0].nbytes
+    assert ranks.bytes_sent() == [bytes_sent(payload, world_size)] * world_size
+    assert ranks.steps == ring_steps(world_size)
+
+
+def test_one_rank_sends_nothing():
+    assert bytes_sent(100, 1) == 0
+    assert all_reduce_seconds(100, 1, bandwidth=1.0, latency=0.5) == 0.5
+
+
+def test_the_worked_example():
+    """100 million fp32 parameters, 8 ranks, 25 gigabits a second."""
+    payload = gradient_bytes(100e6)
+    assert payload == 400e6
+    assert bytes_per_second(25) == 3.125e9
+    seconds = all_reduce_seconds(payload, 8, bytes_per_second(25))
+    assert seconds == pytest.approx(0.224)  # 700 MB at 3.125 GB/s
+    assert bus_bandwidth(payload, 8, seconds) == pytest.approx(bytes_per_second(25))
+    assert break_even_bandwidth(payload, 8, seconds) == pytest.approx(bytes_per_second(25))
+
+
+def test_bf16_halves_the_bytes():
+    assert gradient_bytes(100e6, 2) == gradient_bytes(100e6) / 2
+
+
+def test_the_latency_is_added_once():
+    fast = all_reduce_seconds(1e6, 4, bandwidth=1e9)
+    assert all_reduce_seconds(1e6, 4, bandwidth=1e9, latency=0.25) == pytest.approx(fast + 0.25)
+
+
+def test_backward_takes_four_operations_for_each_parameter_and_sample():
+    assert backward_seconds(10, 3, operations_per_second=60) == 2
+
+
+def simulate(all_reduce, backward, buckets):
+    """Send buckets one after another, each as soon as it is ready; return what comes too late."""
+    free = 0.0  # when the network is
+    for number in range(1, buckets + 1):
+        ready = backward * number / buckets
+        free = max(free, ready) + all_reduce / buckets
+    return free - backward
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 6, 25])
+@pytest.mark.parametrize("all_reduce", [0.1, 0.99, 1.0, 1.5, 7.0])
+def test_exposed_seconds_is_what_a_simulation_gives(all_reduce, buckets):
+    assert exposed_seconds(all_reduce, 1.0, buckets) == pytest.approx(
+        simulate(all_reduce, 1.0, buckets)
+    )
+
+
+def test_one_bucket_hides_nothing():
+    assert exposed_seconds(0.3, backward=1.0, buckets=1) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_a_fit_finds_the_link_that_made_the_times(world_size):
+    link = Link(latency=2e-4, bandwidth=3e9)
+    sizes = [2.0**k for k in range(10, 28, 3)]
+    measured = {s: all_reduce_seconds(s, world_size, link.bandwidth, link.latency) for s in sizes}
+    found = fit_link(measured, world_size)
+    assert found.latency == pytest.approx(link.latency)
+    assert found.bandwidth == pytest.approx(link.bandwidth)
+
+
+def test_a_fitted_latency_is_never_negative():
+    """Large all-reduces that miss the caches bend the line upwards."""
+    found = fit_link({1e6: 1e-4, 1e8: 1.0}, world_size=2)
+    assert found.latency == 0
+    assert found.bandwidth > 0
