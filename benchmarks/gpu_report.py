@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ PYTEST = (
     f"-m pytest -c {os.devnull} --noconftest -p no:cacheprovider -q -rf --tb=short -m gpu".split()
 )
 SHOWN_OF_A_FAILURE = 60  # lines
+ENDING = 10  # seconds that a part gets to end its ranks when its time is up
 
 
 class Part(NamedTuple):
@@ -39,18 +42,18 @@ class Part(NamedTuple):
 
 
 def parts(gpus: int, rounds: int) -> list[Part]:
-    """Return the parts. Their time limits add up to less than 10 minutes."""
+    """Return the parts. With ENDING for each, their time limits add up to less than 10 minutes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     check, bench = (str(ROOT / "benchmarks" / name) for name in ("sync_check.py", "bench.py"))
     tests = [*PYTEST, str(ROOT / "tests" / "test_gpu.py")]
     testing = ("pytest", "psutil", "numpy", "cloudpickle", "sklearn", "yaml")
     return [
-        Part("Doctor", ("numpy", "cloudpickle"), 60, ["-m", "ddp_ref", "doctor"]),
-        Part("Waits", ("numpy",), 60, [*torchrun, check], 1),
+        Part("Doctor", ("numpy", "cloudpickle"), 100, ["-m", "ddp_ref", "doctor"]),
+        Part("Waits", ("numpy",), 40, [*torchrun, check], 1),
         # On two GPUs, because more processes take longer to start.
-        Part("Tests", testing, 240, tests, 1, most_gpus=2),
+        Part("Tests", testing, 180, tests, 1, most_gpus=2),
         Part("Ranks", testing, 60, [*tests, "-k", "test_on_ranks"], 1),
-        Part("Speed", ("numpy", "cloudpickle"), 160, [bench, "gpu", f"--rounds={rounds}"]),
+        Part("Speed", ("numpy", "cloudpickle", "scipy"), 160, [bench, "gpu", f"--rounds={rounds}"]),
     ]
 
 
@@ -68,7 +71,11 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(NAMES):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: use {', '.join(NAMES)}")
-    head, found, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
+    try:  # to open it for writing: a page that cannot be written would cost the report
+        with args.page.open("r+", encoding="utf-8") as page:
+            head, found, rest = page.read().partition(BEGIN)
+    except OSError as error:
+        parser.error(f"cannot write the page, choose another one with --page: {error}")
     _, found_end, tail = rest.partition(END)
     if not (found and found_end):
         parser.error(f"{args.page} lacks the lines {BEGIN} and {END}")
@@ -84,8 +91,8 @@ def main() -> int:
         failed = failed or code != 0
         report.append(f"### {part.title}\n\n{text}")
         print(text, flush=True)
-    text = "\n\n".join(report)
-    args.page.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
+        text = "\n\n".join(report)
+        args.page.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
     print(f"wrote the report into {args.page}")
     return int(failed)
 
@@ -95,20 +102,29 @@ def run(part: Part) -> tuple[str, int]:
     if missing := [name for name in part.needs if find_spec(name) is None]:
         return f"Skipped: this Python has no {', '.join(missing)}.", 0
     start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, *part.arguments],
-        env=environment(part),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=part.timeout)
-        result = "passed" if process.returncode == 0 else f"failed ({process.returncode})"
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest then ends the ranks that it has started
-        output, _ = process.communicate()
-        result = f"failed: not finished after {part.timeout} s"
+    # Some parts write files. The output goes to one too: a rank that outlives its part would keep
+    # a pipe open.
+    with TemporaryDirectory() as folder, Path(folder, "output").open("w+") as file:
+        process = subprocess.Popen(
+            [sys.executable, *part.arguments],
+            cwd=folder,
+            env=environment(part),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = process.wait(part.timeout)
+            result = "passed" if code == 0 else f"failed ({code})"
+        except subprocess.TimeoutExpired:
+            result = f"failed: not finished after {part.timeout} s"
+            process.send_signal(signal.SIGINT)  # pytest then ends the ranks that it has started
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING)
+        finally:
+            process.kill()
+            process.wait()
+        file.seek(0)
+        output = file.read()
     code = int(result != "passed")
     shown = output.strip().splitlines()[-(SHOWN_OF_A_FAILURE if code else part.lines) :]
     is_table = any(line.startswith("|") for line in shown) and not code

@@ -1,13 +1,16 @@
-"""Nine checks for mistakes that DDP does not notice, in one file to copy: it needs only PyTorch.
+"""Nine checks for mistakes that DDP does not report. Copy this file into your own project.
 
     from sanity import check_gradients_reduced, check_replicas_equal
     check_gradients_reduced(ddp_model)  # on every rank, between backward() and optimizer.step()
     check_replicas_equal(ddp_model)  # on every rank, after each epoch
 
-All ranks call the same check in the same order. It returns None, or it raises the same
-AssertionError on every rank, so that no rank is left waiting. A single process may call it, too.
-With nccl, call `torch.cuda.set_device` first. The checks exchange Python objects (for which PyTorch
-needs NumPy) and make a GPU wait: call them in the first steps and epochs, not in every step.
+Every check is collective: all ranks call the same checks in the same order. A check returns None,
+or it raises the same AssertionError on every rank, so no rank is left waiting. A single process can
+call the checks, too. With nccl, call `torch.cuda.set_device(local_rank)` before the first check.
+
+The file needs only PyTorch and NumPy, which PyTorch uses to send Python objects. The checks cost
+time: they gather objects from all ranks and wait for the GPU. So call them in the first steps and
+epochs, not in every step.
 """
 
 import math
@@ -22,15 +25,19 @@ from torch import Tensor, nn
 
 
 def check_samples_drawn_once(drawn: Iterable, size: int, dropped: int = 0) -> None:
-    """Check that the ranks together draw each of `size` samples once in an epoch.
+    """Check that the ranks together draw each sample exactly once per epoch.
 
-    Every rank passes the indices, from 0 to size - 1, that its own loader drew. The few repeats by
-    which DistributedSampler makes the shards equal are allowed. `dropped` is how many samples
-    drop_last=True leaves out, on all ranks together.
+    Every rank calls this after an epoch. The few samples that DistributedSampler repeats, to give
+    all ranks equally many, are allowed.
+
+    Args:
+        drawn: The indices that this rank's loader drew, from 0 to size - 1.
+        size: The number of samples in the whole data set.
+        dropped: How many samples drop_last=True leaves out, on all ranks together.
     """
     parts = _gather(_plain(drawn))
     counts = Counter(chain(*parts))
-    way_out = "use a DistributedSampler, with the same seed and the same set_epoch on every rank"
+    way_out = "use a DistributedSampler, with the same seed and the same epoch on every rank"
     if counts.total() - len(counts) > -size % len(parts):
         sample, times = counts.most_common(1)[0]
         seen = f"{counts.total()} draws of {size} samples, sample {sample} was drawn {times} times"
@@ -43,23 +50,25 @@ def check_samples_drawn_once(drawn: Iterable, size: int, dropped: int = 0) -> No
 def check_stream_read_once(items: Iterable, size: int | None = None) -> None:
     """Check that no two ranks or workers read the same item of an IterableDataset.
 
-    Every rank passes the names of the items that it read in one pass: numbers or strings, such as
-    line numbers or URLs. With `size`, the number of all items, missing items are found as well.
+    Every rank passes an identifier for each item that it read in one pass, such as a line number or
+    a URL. If you also pass `size`, the number of items in the stream, the check finds missing
+    items, too.
     """
     counts = Counter(chain(*_gather(_plain(items))))
-    way_out = "shard by rank and by worker (torch.utils.data.get_worker_info)"
+    way_out = "shard by rank and by worker (see torch.utils.data.get_worker_info)"
     repeated = [item for item, times in counts.items() if times > 1]
     if repeated:
         seen = f"{len(repeated)} of {len(counts)} items were read more than once"
-        _fail(f"{seen}, item {repeated[0]!r} {counts[repeated[0]]} times", way_out)
+        example = f"item {repeated[0]!r} was read {counts[repeated[0]]} times"
+        _fail(f"{seen}, {example}", way_out)
     if size is not None and len(counts) != size:
         _fail(f"{len(counts)} of {size} items were read", way_out)
 
 
 def check_epochs_differ(first: Iterable, second: Iterable) -> None:
-    """Check that each rank draws its samples in another order in the next epoch.
+    """Check that each rank draws its samples in a new order in each epoch.
 
-    Every rank passes the indices that it drew in two epochs; the first few dozen are enough.
+    Every rank passes the indices that it drew in two epochs. The first few dozen are enough.
     """
     orders = _gather((_plain(first), _plain(second)))
     same = [rank for rank, (one, other) in enumerate(orders) if one == other]
@@ -69,26 +78,28 @@ def check_epochs_differ(first: Iterable, second: Iterable) -> None:
 
 
 def check_augmentation_differs(draws: Iterable) -> None:
-    """Check that each sample gets random draws of its own, whichever rank or worker loads it.
+    """Check that the ranks and workers do not all draw the same random augmentation.
 
-    Every rank passes one number for each of some hundred samples, from one epoch or several. It
-    must be a number that rarely comes twice: an angle, not a flip.
+    Every rank passes one random draw for each of the first few hundred samples that it loads, from
+    one epoch or several. Pass numbers that rarely come up twice: angles, not coin flips. Leave out
+    the samples that DistributedSampler repeats at the end of an epoch.
     """
     counts = Counter(chain(*_gather(_plain(draws))))
     repeated = sum(times for times in counts.values() if times > 1)
-    if repeated > counts.total() / 100:  # among very many float32 numbers, a few are equal
+    if repeated > counts.total() / 100:  # a few float32 numbers are equal by chance
         seen = f"only {len(counts)} of {counts.total()} random draws are different"
-        _fail(seen, "seed a generator for each sample from (seed, epoch, index)")
+        _fail(seen, "seed a generator for each sample from a hash of (seed, epoch, index)")
 
 
 def check_same_split(train: Iterable, test: Iterable) -> None:
-    """Check that all ranks split the data alike, and that no rank trains on a test item.
+    """Check that all ranks split the data in the same way, and that no rank trains on a test item.
 
-    Every rank passes the indices (or names) of its whole training and test set, before sharding.
+    Every rank passes the indices (or names) of its whole training set and its whole test set,
+    before they are sharded.
     """
     splits = _gather((set(_plain(train)), set(_plain(test))))
     trained, tested = (set().union(*parts) for parts in zip(*splits, strict=True))
-    way_out = "seed the split alike on every rank, or broadcast rank 0's indices"
+    way_out = "use the same seed for the split on every rank, or broadcast rank 0's indices"
     if leaked := len(trained & tested):
         _fail(f"{leaked} of {len(tested)} test items are in the training set of a rank", way_out)
     if any(split != splits[0] for split in splits):
@@ -98,11 +109,18 @@ def check_same_split(train: Iterable, test: Iterable) -> None:
 def check_whole_batch_gradient(
     model: nn.Module, whole_loss: Callable[[], Tensor], tolerance: float = 1e-3
 ) -> None:
-    """Check that the gradient is the one of a single process with the samples of all ranks.
+    """Check that DDP's gradient is the one that a single process would compute on all samples.
 
-    Every rank calls it between backward() and optimizer.step(). `whole_loss()` returns the loss
-    that one process would have on all samples of this step (of the whole accumulation window). It
-    calls `model.module`, not DDP. Use model.eval() for the test: dropout and BatchNorm differ.
+    Every rank calls this between backward() and optimizer.step(), after a GradScaler's unscale_
+    and before clipping. Put the model into eval() mode before forward: dropout and BatchNorm
+    would make the two gradients differ.
+
+    Args:
+        model: The DDP model.
+        whole_loss: A function that returns the loss of this step's samples from all ranks, or of
+            the whole accumulation window. It must call `model.module`, not `model`. The whole
+            batch has to fit on each rank, so test with a small one.
+        tolerance: How far the gradient may be off, relative to the norm of the right one.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     right = torch.autograd.grad(whole_loss(), parameters, materialize_grads=True)
@@ -110,14 +128,14 @@ def check_whole_batch_gradient(
     errors = [one - other for one, other in zip(own, right, strict=True)]
     lengths = [nn.utils.get_total_norm(tensors).item() for tensors in (errors, own, right)]
     for rank, (error, length, whole) in enumerate(_gather(lengths)):
-        if not error <= tolerance * whole:  # NaN is not
+        if not error <= tolerance * whole:  # written so that NaN fails, too
             seen = f"rank {rank}'s gradient has norm {length:.3g}, the whole batch's {whole:.3g}"
-            way_out = "the loss to use is the local sum x world size / count of all ranks"
-            _fail(f"{seen}, the difference {error:.3g}", way_out)
+            way_out = "as the loss, use the local sum x world size / count of all ranks"
+            _fail(f"{seen}, and their difference {error:.3g}", way_out)
 
 
 def check_replicas_equal(model: nn.Module) -> None:
-    """Check that all ranks have the same parameters, to the last bit.
+    """Check that all ranks have the same parameters, bit for bit. Buffers are not compared.
 
     Every rank passes its model, with or without DDP around it, after an optimizer step.
     """
@@ -126,10 +144,15 @@ def check_replicas_equal(model: nn.Module) -> None:
 
 
 def check_metric_is_global(value: float, total: float, count: int, size: int | None = None) -> None:
-    """Check that a mean is the mean over all samples of all ranks.
+    """Check that a logged mean, such as an accuracy, covers all samples of all ranks.
 
-    Every rank passes the `value` that it would log, and the sum and the number of its own samples.
-    With `size`, the number of samples that there are, padding is found as well.
+    Every rank calls this, with its own numbers.
+
+    Args:
+        value: The mean that this rank would log.
+        total: The sum of the metric over this rank's own samples.
+        count: The number of this rank's own samples.
+        size: The number of samples in the whole data set. With it, the check finds padding, too.
     """
     values, totals, counts = zip(*_gather((float(value), float(total), int(count))), strict=True)
     way_out = "shard without padding, all-reduce the sum and the count, then divide"
@@ -142,13 +165,15 @@ def check_metric_is_global(value: float, total: float, count: int, size: int | N
 
 
 def check_gradients_reduced(model: nn.Module) -> None:
-    """Check that all ranks are about to take the same optimizer step.
+    """Check that all ranks have the same gradients, so that they take the same optimizer step.
 
-    Every rank passes its model between backward() and optimizer.step(). Check the last step of an
-    epoch above all: it may belong to a shorter accumulation window.
+    Every rank passes its model, between backward() and optimizer.step(). With gradient
+    accumulation, check the last step of an epoch above all: its window may be shorter.
     """
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    way_out = "the last forward and backward before a step must be model(x), outside no_sync"
+    way_out = (
+        "the last forward before a step must be model(x), not model.module(x), outside no_sync"
+    )
     _require_equal("gradient", gradients, way_out)
 
 
@@ -166,15 +191,16 @@ def _gather(value: Any) -> list[Any]:
 
 
 def _plain(values: Iterable) -> list[Any]:
-    """Return a list in which a tensor's elements are numbers: tensors would not be compared."""
+    """Return a list with a number in place of each tensor: equal tensors have different hashes."""
     return [value.item() if isinstance(value, Tensor) else value for value in values]
 
 
 def _require_equal(what: str, tensors: dict[str, Tensor], way_out: str) -> None:
-    """Fail unless all ranks have the same tensors, bit by bit (so NaN equals NaN)."""
+    """Fail unless all ranks have the same tensors, bit for bit (so NaN equals NaN)."""
     layouts = _gather([(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
     if any(layout != layouts[0] for layout in layouts):
-        _fail(f"ranks have {sorted({len(layout) for layout in layouts})} {what}s", way_out)
+        numbers = sorted({len(layout) for layout in layouts})
+        _fail(f"ranks have {numbers} {what}s, with different names, shapes or dtypes", way_out)
     different = []
     for name, tensor in tensors.items():
         own = tensor.detach().contiguous().flatten().view(torch.uint8)

@@ -207,6 +207,14 @@ print(handler.device, handler.epoch)
     torch.testing.assert_close(flat(back.model), flat(handler.model))
 
 
+def test_a_checkpoint_names_no_gpu(tmp_path):
+    """Otherwise torch.load without map_location fails on a machine that has no GPU."""
+    handler = gpu_job(precision="fp16")
+    handler.train(1)
+    handler.save(tmp_path / "a.pt")
+    assert b"cuda:0" not in (tmp_path / "a.pt").read_bytes()
+
+
 def test_adagrad_state_moves_to_the_gpu_and_is_saved_on_the_cpu(tmp_path):
     """Adagrad creates its state in the constructor, while the model is still on the CPU."""
     model = network()

@@ -26,7 +26,7 @@ MISTAKES = {
     },
     "check_stream_read_once": {
         "each rank reads all": (2, "13 of 13 items were read more than once, item 0"),
-        "workers repeat": (1, "13 of 13 items were read more than once, item 0 2 times"),
+        "workers repeat": (1, "13 of 13 items were read more than once, item 0 was read 2 times"),
         "lost": (1, "12 of 13 items were read: shard by rank and by worker"),
     },
     "check_epochs_differ": {

@@ -34,11 +34,13 @@ def _observe(accumulated_gradient: Callable[..., Any]) -> Seen:
         own.append(_gradient(model))
     replica, calls = DDP(_model()), []
 
-    def count_and_reduce(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def count_and_reduce(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
         calls.append("one bucket, so one call per synchronization")
-        return allreduce_hook(dist.group.WORLD, bucket)
+        return allreduce_hook(group, bucket)
 
-    replica.register_comm_hook(None, count_and_reduce)
+    replica.register_comm_hook(dist.group.WORLD, count_and_reduce)
     accumulated_gradient(replica, lambda batch: replica(batch).square().mean(), microbatches)
     return Seen(_gradient(replica.module), len(calls), own)
 

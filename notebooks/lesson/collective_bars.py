@@ -1,5 +1,7 @@
 """The collectives of several training loops, beside each other."""
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
@@ -12,7 +14,7 @@ def draw_collectives(counts: dict[str, int], steps: int) -> Figure:
     names = list(counts)
     rest = [count - steps for count in counts.values()]
     panel.barh(names, steps, color=COMMUNICATE, label="gradients, by DDP")
-    style = {"facecolor": "white", "edgecolor": COMMUNICATE, "hatch": "///"}
+    style: dict[str, Any] = {"facecolor": "white", "edgecolor": COMMUNICATE, "hatch": "///"}
     bars = panel.barh(names, rest, left=steps, label="everything else", **style)
     panel.bar_label(bars, [str(count) for count in counts.values()], padding=4)
     panel.set(xlabel=f"collectives in {steps} steps", xlim=(0, 1.15 * max(counts.values())))

@@ -21,8 +21,9 @@ def draw_gradients(own: Sequence[Tensor], mean: Tensor, big: Tensor) -> Figure:
     """
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     entries = range(len(mean))
-    outline = {"facecolor": "none", "edgecolor": REFERENCE}
-    axes.bar(entries, big, width=0.7, label="the whole batch's", **outline)
+    axes.bar(
+        entries, big, width=0.7, label="the whole batch's", facecolor="none", edgecolor=REFERENCE
+    )
     for rank, (gradient, color, marker) in enumerate(zip(own, RANKS, MARKERS, strict=False)):
         axes.plot(entries, gradient, marker, color=color, markersize=6, label=f"rank {rank}'s own")
     axes.plot(entries, mean, "x", color=COMMUNICATE, markersize=9, mew=2, label="mean of the ranks")

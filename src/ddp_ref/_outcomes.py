@@ -122,12 +122,7 @@ class Call:
 
     def _collect(self, mine: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
         """Start one thread per executing rank; return the outcomes, and what is wrong by rank."""
-        threads = [
-            Thread(target=self._answer_all, args=(mine,), daemon=True)
-            if rank == self.me
-            else Thread(target=self._ask, args=(rank,), daemon=True)
-            for rank in self.executors
-        ]
+        threads = [Thread(target=self._ask, args=(r, mine), daemon=True) for r in self.executors]
         outcomes: dict[int, Outcome] = {}
         problems: dict[int, str] = {}
         longest = self.max_wait.total_seconds() if self.max_wait else math.inf
@@ -157,8 +152,13 @@ class Call:
                     thread.join()
         return outcomes, problems
 
-    def _ask(self, executor: int) -> None:
-        """Tell `executor` which call this rank is in, and wait for its outcome."""
+    def _ask(self, executor: int, mine: Outcome) -> None:
+        """Tell `executor` which call this rank is in, and wait for its outcome.
+
+        If it is this rank, answer the others.
+        """
+        if executor == self.me:
+            return self._answer_all(mine)
         try:
             self._send(executor, self.tag, self.text.encode())
             head, value = self._receive(executor, self.tag + 1)
@@ -242,8 +242,7 @@ class Call:
         if isinstance(error, RuntimeError):  # gloo's own errors all are
             cause = f"died or left before the end of {self.text}; see its output ({error})"
         else:
-            what = f"{type(error).__name__}: {error}"
-            cause = f"sent a message at the end of {self.text} that cannot be read: {what}"
+            cause = f"sent a message at the end of {self.text} that cannot be read: {error!r}"
         return {rank: f"rank {rank} {cause}"}
 
     def _compare(self, rank: int, text: str) -> dict[int, str]:

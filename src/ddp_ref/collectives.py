@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .initialize import known_group, open_group
+from .initialize import known_group, open_group, wait_for_all_ranks
 
 T = TypeVar("T")
 V = TypeVar("V", float, Tensor, float | Tensor)
@@ -170,7 +170,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
 def barrier() -> None:
     """Wait until all ranks have called (collective); a no-op in a world of one."""
     if _world_size() > 1:
-        dist.barrier()
+        wait_for_all_ranks(known_group().info.device)
 
 
 def pack_object(obj: object) -> memoryview:

@@ -12,11 +12,9 @@ from pathlib import Path
 from threading import Lock
 from typing import ParamSpec, TypeVar
 
-import torch.distributed as dist
-
 from ._outcomes import Call
 from .collectives import pack_object, unpack_object
-from .initialize import open_group
+from .initialize import open_group, wait_for_all_ranks
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -131,7 +129,7 @@ def _run(work: Callable[[], R], join: Join, barrier: bool, broadcast: bool) -> R
     finally:
         del error  # otherwise this frame keeps the exception alive, and so the body's locals
     if barrier:
-        dist.barrier()
+        wait_for_all_ranks(call.opened.info.device)
     return unpack_object(shared) if broadcast and not executes else result
 
 

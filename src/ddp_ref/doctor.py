@@ -29,7 +29,7 @@ from .rendezvous import hosts_store
 from .workers.run_ranks import run_ranks
 
 BUCKET = 25 * 2**18  # float32 numbers: 25 MiB, DDP's default bucket_cap_mb
-ROUNDS, LIMIT = 5, timedelta(seconds=90)
+ROUNDS, LIMIT = 5, timedelta(seconds=45)
 ROOT = Path("/")  # of the files with which Linux describes the machine
 
 

@@ -17,7 +17,7 @@ from .collectives import exchange_objects
 from .decorators import on_rank
 from .initialize import _resolve_device, initialize_ddp
 from .training import train_state
-from .training.batches import inputs_of
+from .training.batches import inputs_of, use_device
 from .training.callbacks import Callback, Checkpoint, ProgressBar
 from .training.checkpoint import check_finite, find, find_on_all_ranks, write
 from .training.data import check_count, check_same, eval_loader, length_or_none, train_loader
@@ -124,8 +124,9 @@ class Handler:
         self.metrics = dict(metrics or {})
         self.accumulate, self.sync_every, self.seed = accumulate, sync_every, seed
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
+        distributed = self.info.distributed
         self.optimizer_step = OptimizerStep(
-            optimizer, scheduler, self.device, clip_norm, precision, on_nonfinite
+            optimizer, scheduler, self.device, clip_norm, precision, on_nonfinite, distributed
         )
         self.scheduler = self.optimizer_step.scheduler
         self.loss_and_metrics = LossAndMetrics(
@@ -134,12 +135,12 @@ class Handler:
         self._forward = forward
         #: the model, wrapped in DDP if there are other ranks
         self.model = move_model(model, self.device)
-        if self.info.distributed:
+        if distributed:
             self.model = wrap_model(model, self.device, **(ddp_options or {}))
         # For everything but training, because a forward pass of DDP may be collective.
         self._unwrapped = unwrap_model(self.model)
         move_optimizer_state(optimizer)
-        self.state = train_state.TrainState(self.loss_and_metrics.new_sums(self.info.distributed))
+        self.state = train_state.TrainState(self.loss_and_metrics.new_sums(distributed))
         self.rng = train_state.RngState(seed, self.rank, self.device)
         self._run_folder = None if run_dir is None or self.rank else RunFolder(run_dir)
         self.callbacks = self._all_callbacks(callbacks, run_dir)
@@ -299,7 +300,7 @@ class Handler:
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Return `model.sample(*args, **kwargs)` on rank 0, None elsewhere; the others wait."""
         sample = self._method("sample")
-        with evaluating(self._unwrapped, self.info.distributed):
+        with evaluating(self._unwrapped, self.device, self.info.distributed):
             return self._on_rank_0(lambda: sample(*args, **kwargs))
 
     # Checkpoints, figures, log
@@ -427,8 +428,7 @@ class Handler:
             # A hard-coded "cuda:0" is right on rank 0, which must raise as well instead of waiting.
             for problem in filter(None, exchange_objects("" if wanted == own else wrong)):
                 raise ValueError(f"{problem}: leave out device, or call cleanup_ddp first")
-        if wanted.type == "cuda":
-            torch.cuda.set_device(wanted)
+        use_device(wanted)
         return wanted
 
     def _all_callbacks(
@@ -458,7 +458,7 @@ class Handler:
             with self.optimizer_step.autocast():  # not around the loader: data sets may compute
                 return function(batch)
 
-        with evaluating(self._unwrapped, distributed):
+        with evaluating(self._unwrapped, self.device, distributed):
             return outputs_in_order(compute, batches, self.device, distributed)
 
     def _shard(self, data: Any, batch_size: int | None = None, **loader: Any) -> DataLoader[Any]:

@@ -80,7 +80,8 @@ def initialize_ddp(
             a group or fails. None opens a group if the launcher started more than one rank.
 
     Returns:
-        This process's rank, local rank, world size and device.
+        This process's rank, local rank, world size and device. Without a group, the device is the
+        current CUDA device if there is one.
 
     Raises:
         ValueError: If the environment or the arguments contradict each other.
@@ -105,7 +106,7 @@ def initialize_ddp(
         )
         if _should_open_group(use_distributed, launch):
             return _initialize_distributed(timeout, launch, backend)
-    device = torch.device("cpu") if backend == "gloo" else _pick_device(0)
+    device = torch.device("cpu") if backend == "gloo" else _current_device(0)
     return DistInfo(False, 0, 0, 1, device)
 
 
@@ -149,7 +150,8 @@ def open_group() -> OpenGroup | None:
         )
     if group.side is None:
         atexit.register(wait_until_gloo_is_idle)
-        dist.barrier()  # it has the group's own timeout; new_group would wait for 30 minutes
+        # This has the group's own timeout; new_group would wait for 30 minutes.
+        wait_for_all_ranks(group.info.device)
         side, nodes = dist.new_group(backend="gloo"), [_node()] * group.info.world_size
         dist.all_gather_object(nodes, nodes[0], group=side)
         group.side, group.nodes = side, nodes
@@ -162,12 +164,16 @@ def known_group() -> OpenGroup:
     if default not in _groups:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         local_rank = _local_rank(rank, world_size)
-        device = torch.device("cpu")
-        if "nccl" in dist.get_backend_config():
-            device = default.bound_device_id or _pick_device(local_rank)
+        own = default.bound_device_id or _current_device(local_rank)
+        device = own if "nccl" in dist.get_backend_config() else torch.device("cpu")
         info = DistInfo(True, rank, local_rank, world_size, device)
         _groups[default] = OpenGroup(info, dist.distributed_c10d._get_default_store())
     return _groups[default]
+
+
+def wait_for_all_ranks(device: torch.device) -> None:
+    """Wait until all ranks have called. Without `device_ids`, nccl would guess this rank's GPU."""
+    dist.barrier(device_ids=None if device.index is None else [device.index])
 
 
 def _should_use_distributed(flag: bool | None) -> bool:
@@ -323,6 +329,16 @@ def _pick_device(local_rank: int) -> torch.device:
     """
     count = torch.cuda.device_count()
     return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+
+
+def _current_device(local_rank: int) -> torch.device:
+    """Return the GPU that the user has made current, otherwise this local rank's device.
+
+    That cuda:0 is current says nothing: it is unless the user calls torch.cuda.set_device.
+    """
+    cuda: Any = torch.cuda
+    index = cuda.current_device() if cuda.is_initialized() else 0
+    return torch.device("cuda", index) if index else _pick_device(local_rank)
 
 
 def _resolve_device(device: torch.device | str) -> torch.device:

@@ -11,6 +11,12 @@ from torch import Tensor, nn
 CPU = torch.device("cpu")
 
 
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current device of this thread. In a new thread, that is cuda:0."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Feed the model the first part of an (inputs, targets) batch; return outputs and targets."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..collectives import broadcast_object, reduce_sum
 from ..decorators import on_rank
+from .batches import CPU, move
 from .ddp_model import unwrap_model
 
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
@@ -169,9 +170,16 @@ def remove_temporary_files(folder: str | Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of `model` with the names it has without DDP and torch.compile."""
-    return {_plain_name(name): value for name, value in unwrap_model(model).state_dict().items()}
+def weights(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of `model` on the CPU, with the names of the model that you passed.
+
+    Those are the names without DDP and torch.compile. Tied weights share one copy.
+    """
+    model = unwrap_model(model)
+    state, tied = model.state_dict(), model.named_parameters(remove_duplicate=False)
+    owners = {name: id(parameter) for name, parameter in tied}
+    copies = move({owners.get(name, name): value for name, value in state.items()}, CPU)
+    return {_plain_name(name): copies[owners.get(name, name)] for name in state}
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -193,14 +201,16 @@ def check_finite(model: nn.Module) -> None:
     buffers = dict(model.named_buffers())
     # Extra state need not be a tensor.
     state = {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
-    # A buffer, such as a mask, may be infinite on purpose, so there only nan is an error.
-    wrong = [(v.isnan() if n in buffers else ~v.isfinite()).any() for n, v in state.items()]
-    for name, is_wrong in zip(state, torch.stack(wrong).tolist() if wrong else [], strict=True):
-        if is_wrong:
-            raise FloatingPointError(
-                f"{name} is not finite, and training cannot recover: load an earlier checkpoint "
-                "and lower the learning rate or set clip_norm"
-            )
+    for device in {value.device for value in state.values()}:  # extra state may be on another
+        here = {n: value for n, value in state.items() if value.device == device}
+        # A buffer, such as a mask, may be infinite on purpose, so there only nan is an error.
+        wrong = [(v.isnan() if n in buffers else ~v.isfinite()).any() for n, v in here.items()]
+        for name, is_wrong in zip(here, torch.stack(wrong).tolist(), strict=True):
+            if is_wrong:
+                raise FloatingPointError(
+                    f"{name} is not finite, and training cannot recover: load an earlier "
+                    "checkpoint and lower the learning rate or set clip_norm"
+                )
 
 
 def _plain_name(name: str) -> str:

@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..collectives import exchange_objects, gather_objects, move_tensor, reduce_sum
-from .batches import CPU, move
+from .batches import CPU, move, use_device
 from .loss_and_metrics import LossAndMetrics
 from .rank_sync import all_means
 
 
 @contextmanager
-def evaluating(model: nn.Module, distributed: bool) -> Iterator[None]:
+def evaluating(model: nn.Module, device: torch.device, distributed: bool) -> Iterator[None]:
     """Put `model` into eval mode, without gradients and with rank 0's buffers (collective).
 
     BatchNorm's buffers differ between ranks, because each rank has seen its own samples.
     """
+    use_device(device)
     if distributed and (buffers := list(model.buffers())):
         # Like DDP, send all buffers of a dtype in one message (up to 256 MiB).
         dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, 2**28, 0)
@@ -40,7 +41,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and the metrics over all batches (collective if `distributed`)."""
     sums = measure.new_sums(distributed)
-    with evaluating(model, distributed):
+    with evaluating(model, measure.device, distributed):
         for batch in batches:
             sums.add(measure.count(batch), measure(model, batch))
     return all_means(sums, measure.device, distributed) | sums.compute()
@@ -96,8 +97,12 @@ def outputs_in_order(
         return entries or (torch.cat(tensors) if tensors else torch.empty(0))
     if not counts["lists"]:
         return gather_rows(tensors)
-    lists = gather_objects(entries)
-    return None if lists is None else _interleave(lists)
+    if (lists := gather_objects(entries)) is None:
+        return None
+    whole: list[Any] = [None] * sum(map(len, lists))
+    for rank, part in enumerate(lists):  # rank r has the items r, r + world_size and so on
+        whole[rank :: len(lists)] = part
+    return whole
 
 
 def _split(outputs: Any, samples: int) -> list[Any] | None:
@@ -113,8 +118,7 @@ def _split(outputs: Any, samples: int) -> list[Any] | None:
     elif isinstance(outputs, list):
         entries = move(outputs, CPU)
     elif isinstance(outputs, Mapping):
-        every = {name: _split(part, samples) for name, part in outputs.items()}
-        parts = {name: rows for name, rows in every.items() if rows is not None}
+        parts = {n: rows for n, p in outputs.items() if (rows := _split(p, samples)) is not None}
         entries = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
     elif isinstance(outputs, tuple):
         rows = [part for output in outputs if (part := _split(output, samples)) is not None]
@@ -134,14 +138,6 @@ def _check_count(outputs: int, samples: int) -> None:
             f"there must be one output per item, not {outputs} for {samples} items: "
             "return one row per item, not a mean over the batch"
         )
-
-
-def _interleave(parts: list[list[Any]]) -> list[Any]:
-    """Return all ranks' items in data-set order: rank r has items r, r + world_size and so on."""
-    whole = [None] * sum(map(len, parts))
-    for rank, part in enumerate(parts):
-        whole[rank :: len(parts)] = part
-    return whole
 
 
 def gather_rows(pieces: Sequence[Tensor]) -> Tensor | None:

@@ -24,7 +24,6 @@ class TrainLoop:
         self.loss_and_metrics = handler.loss_and_metrics
         self.optimizer_step = handler.optimizer_step
         self.rank_sync = RankSync(handler.device, handler.info.distributed)
-        self.stopping = False
         self._trainable = [parameter.requires_grad for parameter in self.model.parameters()]
 
     def train(self, epochs: int) -> None:

@@ -172,8 +172,7 @@ def _float64_copy(name: str, value: Any, device: torch.device) -> Tensor:
         if not isinstance(value, Tensor):
             # torch.tensor would wait for the GPU.
             return torch.full((), float(value), dtype=torch.float64, device=device)
-        number = value.detach().to(device, torch.float64, copy=True)
-        return number.reshape(()) if number.dim() else number
+        return value.detach().to(device, torch.float64, copy=True).reshape(())
     except (TypeError, RuntimeError, ValueError) as error:
         what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(f"{name} must be one number, such as a mean, not {what}") from error

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..collectives import exchange_objects
+
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -23,8 +25,10 @@ class OptimizerStep:
         precision: "fp32", "bf16" or "fp16".
         on_nonfinite: "raise", or "skip" to leave out steps with non-finite gradients.
 
+        distributed: Whether there are other ranks. The constructor is then collective.
+
     Raises:
-        ValueError: If a setting is unknown, or `device` does not support it.
+        ValueError: If a setting is unknown; on all ranks, if a rank's device does not support it.
     """
 
     def __init__(
@@ -35,12 +39,13 @@ class OptimizerStep:
         clip_norm: float | None,
         precision: str,
         on_nonfinite: str,
+        distributed: bool,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0, or None, not {clip_norm!r}")
         if on_nonfinite not in ("raise", "skip"):
             raise ValueError(f'on_nonfinite must be "raise" or "skip", not {on_nonfinite!r}')
-        _check_precision(precision, device)
+        _check_precision(precision, device, distributed)
         self.optimizer, self.device, self.precision = optimizer, device, precision
         self.scheduler, self.unit = _scheduler(scheduler)
         self.clip_norm, self.skip_nonfinite = clip_norm, on_nonfinite == "skip"
@@ -159,11 +164,14 @@ def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
     return pair
 
 
-def _check_precision(precision: str, device: torch.device) -> None:
+def _check_precision(precision: str, device: torch.device, distributed: bool) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f'precision must be "fp32", "bf16" or "fp16", not {precision!r}')
-    cuda = device.type == "cuda"
+    cuda, problem = device.type == "cuda", ""
     if precision == "fp16" and not cuda:
         raise ValueError(f'precision="fp16" needs a CUDA device, not {device}: use "bf16"')
     if precision == "bf16" and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f'{device} has no bfloat16 in hardware: use precision="fp16" or "fp32"')
+        problem = f'{device} has no bfloat16 in hardware: use precision="fp16" or "fp32"'
+    # The ranks may have different GPUs. A rank that raised alone would leave the others waiting.
+    for text in filter(None, exchange_objects(problem) if distributed and cuda else [problem]):
+        raise ValueError(text)

@@ -46,10 +46,9 @@ def _figure(history: History, names: Sequence[str]) -> Any:
             epochs = range(last - len(values) + 1, last + 1)  # a shorter list started later
             axes.plot(epochs, values, label=label, color=color, marker="." if last < 40 else "")
             if (part, name) == ("val", "loss") and (finite := list(filter(math.isfinite, values))):
-                lowest = min(finite)
-                epoch = epochs[list(values).index(lowest)]
-                text = f"lowest: {lowest:.4g}, epoch {epoch}"
-                axes.plot(epoch, lowest, label=text, marker="o", color=color, linestyle="none")
+                low = min(finite)
+                epoch = epochs[list(values).index(low)]
+                axes.plot(epoch, low, "o", label=f"lowest: {low:.4g}, epoch {epoch}", color=color)
         axes.set_ylabel(name)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)

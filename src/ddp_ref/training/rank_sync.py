@@ -49,15 +49,18 @@ class RankSync:
         """Start to share this rank's sums and flags; waits for nobody (collective)."""
         numbers = [sums.count, self.stop, bool(self.signals)]
         self.stop = False
-        head = torch.tensor(numbers, dtype=torch.float64).to(self.device, non_blocking=True)
-        own = torch.cat([head, torch.stack(sums.totals)])
-        ranks, work = [own], None
+        # Filled on the GPU: copying them there would wait for it.
+        head = [sums.totals[0].new_full((), number) for number in numbers]
+        own = torch.stack([*head, *sums.totals])
+        flat, work = own, None
         if self.distributed:
             # A few numbers cost latency, not bandwidth: gloo's all-gather goes around its ring
             # once, its all-reduce twice.
-            ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-            work = dist.all_gather(ranks, own, async_op=True)
-        names, read = sums.names, self._copy_to_host(own, ranks, work)
+            flat = own.new_empty(dist.get_world_size() * len(own))
+            # PyTorch 2.13 has renamed it.
+            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            work = all_gather(flat, own, async_op=True)
+        names, read = sums.names, self._to_host(own, flat.view(-1, len(own)), work)
         self._pending = lambda: _add_up(names, read())
 
     def finish(self) -> GlobalSummary | None:
@@ -65,33 +68,26 @@ class RankSync:
         read, self._pending = self._pending, None
         return None if read is None else read()
 
-    def _copy_to_host(
-        self, own: Tensor, ranks: list[Tensor], work: dist.Work | None
-    ) -> Callable[[], Tensor]:
-        """Return a function that waits for `work` and returns `ranks` in one tensor on the CPU.
+    def _to_host(self, own: Tensor, ranks: Tensor, work: dist.Work | None) -> Callable[[], Tensor]:
+        """Return a function that waits for `work` and returns `ranks` on the CPU.
 
         On a GPU, a side stream waits and copies, so neither the training stream nor the host waits
         for the ranks before the function is called.
         """
         if self._side_stream is None:
-            return lambda: (work and work.wait(), torch.stack(ranks))[1]
+            return lambda: (work and work.wait(), ranks)[1]
         self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side_stream):
             if work:
                 work.wait()
-            stacked = torch.stack(ranks)
-            host = torch.empty_like(stacked, device="cpu", pin_memory=True)
-            host.copy_(stacked, non_blocking=True)
-            copied = torch.cuda.Event()
+            host = torch.empty_like(ranks, device="cpu", pin_memory=True)
+            host.copy_(ranks, non_blocking=True)
+            copied: Any = torch.cuda.Event()
             copied.record(self._side_stream)
-        in_use = [own, *ranks]
-
-        def read() -> Tensor:
-            copied.synchronize()
-            in_use.clear()  # only now may the training stream use their memory for something else
-            return host
-
-        return read
+        for tensor in (own, ranks):  # `reset` may drop them before the side stream is done
+            tensor.record_stream(self._side_stream)
+        # It holds `own` and `ranks`, so that no other tensor gets their memory before it is called.
+        return lambda: (copied.synchronize(), own, ranks, host)[-1]
 
 
 def all_means(sums: RunningSums, device: torch.device, distributed: bool) -> dict[str, float]:
@@ -120,10 +116,9 @@ class WindowCount:
     def __init__(self, counts: Sequence[int], device: torch.device, exact: bool) -> None:
         self.own = sum(counts)
         self._work: dist.Work | None = None
-        self._factor: Tensor | None = None
         if exact:
-            total = torch.tensor(float(self.own), dtype=torch.float64)
-            self._total = total.to(device, non_blocking=True)  # without waiting for the GPU
+            # torch.tensor would wait for the GPU.
+            self._total = torch.full((), float(self.own), dtype=torch.float64, device=device)
             self._work = dist.all_reduce(self._total, async_op=True)
 
     def scale(self, loss: Tensor, count: int) -> Tensor:
@@ -131,10 +126,9 @@ class WindowCount:
         if self._work is None:
             share = count / max(self.own, 1)
             return loss if share == 1 else loss * share
-        if self._factor is None:
-            self._work.wait()  # on a GPU the stream waits, not the host
-            self._factor = dist.get_world_size() / self._total.clamp(min=1)
-        return loss * (count * self._factor).to(loss.dtype)
+        self._work.wait()  # on a GPU the stream waits, not the host
+        factor = dist.get_world_size() / self._total.clamp(min=1)
+        return loss * (count * factor).to(loss.dtype)
 
 
 @contextmanager
@@ -151,11 +145,8 @@ def caught_signals(into: list[int]) -> Iterator[None]:
         yield
         return
 
-    def note(number: int, frame: Any) -> None:
-        into.append(number)
-
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-    after = {number: signal.signal(number, note) for number in numbers}
+    after = {n: signal.signal(n, lambda number, _: into.append(number)) for n in numbers}
     try:
         yield
     except SystemExit:

@@ -40,8 +40,7 @@ class TrainBatches:
         elif steps_per_epoch is not None:
             raise ValueError("steps_per_epoch is for an IterableDataset: this data has a length")
         self.loader, self.handler, self.steps_per_epoch = loader, handler, steps_per_epoch
-        sampler = loader.sampler
-        self._sampler = sampler if isinstance(sampler, TrainSampler) else None
+        self._sampler = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
         # A batch sampler without a batch_size counts each of its batches as one sample.
         batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         #: how many samples all ranks together draw in one batch each

@@ -10,7 +10,7 @@ import torch
 
 from ..collectives import gather_objects
 from ..randomness import generator_state, seed_everything, set_generator_state
-from .batches import CPU, move
+from .batches import CPU, move, use_device
 from .checkpoint import load_weights, weights
 from .loss_and_metrics import RunningSums
 
@@ -49,7 +49,11 @@ class RngState:
         self._loaded: dict[str, Any] | None = None  # loaded, and not yet restored
 
     def start(self) -> None:
-        """Seed the generators at the first call, differently on each rank, for dropout."""
+        """Use the device in this thread, and seed the generators at the first call.
+
+        The ranks get different seeds, for dropout.
+        """
+        use_device(self.device)
         if not self._seeded:
             seed_everything(self.seed, self.rank)
             self._seeded = True
@@ -84,7 +88,7 @@ def capture(handler: Any) -> dict[str, Any] | None:
     if ranks is None:
         return None
     return {
-        "model": move(weights(handler.model), CPU),
+        "model": weights(handler.model),
         "ranks": ranks,
         "skipped": handler.skipped,
         **_identity(handler),
