@@ -71,7 +71,7 @@ def test_executed_in_order(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_short(name):
     cells = executed(name).cells
-    assert len(cells) <= 40
+    assert len(cells) <= 42  # 02 explains eleven hunks, each in a cell of its own
     long = [cell.source for cell in code_cells(name) if len(cell.source.splitlines()) > 15]
     assert not long, long[0]
 
