@@ -49,6 +49,7 @@ PRELOADED = ("torch", "torch.distributed.run", "numpy", "sklearn.datasets", "clo
 # Variables that count only when a process starts. A fork imitates those of HANDLED.
 READ_AT_START = ("PYTHON", "TORCH_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "OPENBLAS_")
 HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+HANDLED |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}  # torchrun reads it when it makes a store
 
 SPACE = "_" * 2**14  # an argument and a variable of the template, see `_show_to_others`
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
