@@ -102,9 +102,9 @@ sums = RunningSums(["loss"], info.device)
 sync = RankSync(info.device, True)
 
 def events():
-    # Of the training stream, for tensors that have more than one number per rank.
+    # Of the training stream, for tensors of more than one number.
     trace = torch.cuda.memory._snapshot()["device_traces"][info.device.index]
-    ours = [e for e in trace if e["stream"] == 0 and e["size"] > 8 * info.world_size]
+    ours = [e for e in trace if e["stream"] == 0 and e["size"] > 8]
     return [e["action"] for e in ours if e["action"] != "snapshot"]
 
 sync.start(sums)

@@ -7,7 +7,7 @@ summary that starts after step k overlaps step k + 1 and is read when that step 
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,15 +43,14 @@ class RankSync:
     def reset(self) -> None:
         """Drop flags and a pending summary that an exception may have left behind."""
         self.stop, self.signals = False, []
-        self._pending: Callable[[], GlobalSummary] | None = None
+        self._pending: tuple[Any, Tensor, Any, Any] | None = None
 
     def start(self, sums: RunningSums) -> None:
         """Start to share this rank's sums and flags; waits for nobody (collective)."""
-        numbers = [sums.count, self.stop, bool(self.signals)]
+        numbers = (sums.count, self.stop, bool(self.signals))
         self.stop = False
         # Filled on the GPU: copying them there would wait for it.
-        head = [sums.totals[0].new_full((), number) for number in numbers]
-        own = torch.stack([*head, *sums.totals])
+        own = torch.stack([*(sums.totals[0].new_full((), n) for n in numbers), *sums.totals])
         flat, work = own, None
         if self.distributed:
             # A few numbers cost latency, not bandwidth: gloo's all-gather goes around its ring
@@ -60,34 +59,35 @@ class RankSync:
             # PyTorch 2.13 has renamed it.
             all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             work = all_gather(flat, own, async_op=True)
-        names, read = sums.names, self._to_host(own, flat.view(-1, len(own)), work)
-        self._pending = lambda: _add_up(names, read())
+        host, wait = self._to_host(own, flat.view(-1, len(own)), work)
+        # No other tensor may get the memory of `own` and `flat` before the summary is read.
+        self._pending = (sums.names, host, wait, (own, flat))
 
     def finish(self) -> GlobalSummary | None:
         """Wait for the summary that `start` began; None if there is none."""
-        read, self._pending = self._pending, None
-        return None if read is None else read()
+        if self._pending is None:
+            return None
+        (names, host, wait, _in_use), self._pending = self._pending, None
+        wait()
+        return _add_up(names, host)
 
-    def _to_host(self, own: Tensor, ranks: Tensor, work: dist.Work | None) -> Callable[[], Tensor]:
-        """Return a function that waits for `work` and returns `ranks` on the CPU.
+    def _to_host(self, own: Tensor, ranks: Tensor, work: dist.Work | None) -> tuple[Tensor, Any]:
+        """Return `ranks` on the CPU, and the function that waits until its values are there.
 
         On a GPU, a side stream waits and copies, so neither the training stream nor the host waits
         for the ranks before the function is called.
         """
         if self._side_stream is None:
-            return lambda: (work and work.wait(), ranks)[1]
+            return ranks, work.wait if work else lambda: None
         self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side_stream):
             if work:
                 work.wait()
-            host = torch.empty_like(ranks, device="cpu", pin_memory=True)
-            host.copy_(ranks, non_blocking=True)
-            copied: Any = torch.cuda.Event()
-            copied.record(self._side_stream)
+            host = ranks.to("cpu", non_blocking=True)  # into pinned memory, so without a wait
+            copied = self._side_stream.record_event()
         for tensor in (own, ranks):  # `reset` may drop them before the side stream is done
             tensor.record_stream(self._side_stream)
-        # It holds `own` and `ranks`, so that no other tensor gets their memory before it is called.
-        return lambda: (copied.synchronize(), own, ranks, host)[-1]
+        return host, copied.synchronize
 
 
 def all_means(sums: RunningSums, device: torch.device, distributed: bool) -> dict[str, float]:
