@@ -25,7 +25,7 @@ CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 # Of src/ddp_ref; the other tests are about the scripts, the notebooks and the pages.
-PACKAGE := callbacks checkpoint collectives configuration copy data doctor environment faults \
+PACKAGE := adoption callbacks checkpoint collectives configuration copy data doctor environment faults \
 	handler initialize on_rank parallel_execution reference run_folder run_ranks trainer
 STRICT := src/ddp_ref/workers $(wildcard src/ddp_ref/[!h]*.py)  # the core, doctor and the workers
 PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
@@ -106,7 +106,7 @@ $(CLIENTS)/.ready: $(READY) tests/clients/requirements.txt
 		--no-deps -r tests/clients/requirements.txt
 	@touch $@
 
-test-mutants: $(READY)  ## break the package in 37 ways and count how many the tests notice
+test-mutants: $(READY)  ## break the package in 41 ways and count how many the tests notice
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 test-coverage: $(READY)  ## run all tests and tell which lines and branches of the package they reach
@@ -131,7 +131,7 @@ test-site: $(READY)  ## load every page of the site in a browser: needs Chromium
 test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 12 minutes
 	$(BIN)/python -m pytest -m slurm -n 3 $(ARGS)
 
-fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a GPU (0.6 GB, Linux)
+fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a GPU (0.5 GB, Linux)
 	tests/fakegpu/build.sh $(FAKEGPU) $(BIN)/python
 
 test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 5 minutes
@@ -139,7 +139,7 @@ test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 5 minutes
 		$(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
 
 gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md; installs nothing
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu_report.py $(ARGS)
+	$(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
 drill: $(READY)  ## break a job ROUNDS times, drawn from SEED, and see it end right; srun after slurm-up
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)

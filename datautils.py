@@ -186,7 +186,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     temporary = _temporary(path)
     try:
         with temporary.open("xb") as file:
-            torch.save(content, file)
+            torch.save(_on_cpu(content), file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path.resolve())
@@ -196,6 +196,15 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     folder = os.open(temporary.parent, os.O_RDONLY)  # the new name is on disk only after this
     os.fsync(folder)
     os.close(folder)
+
+
+def _on_cpu(value: Any) -> Any:
+    """Copy the tensors in `value` to the CPU, so that a machine without GPUs can load the file."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(part) for key, part in value.items()}
+    return [_on_cpu(part) for part in value] if isinstance(value, list) else value
 
 
 def _temporary(path: Path) -> Path:

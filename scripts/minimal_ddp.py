@@ -1,4 +1,4 @@
-"""Train a model with DDP, in one file that needs only PyTorch. Put your data and model in.
+"""Train a model with DDP, in one file that needs only PyTorch. Replace data and model with yours.
 
 python minimal_ddp.py
 torchrun --standalone --nproc-per-node=2 minimal_ddp.py
@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def setup():
     """Join the process group that torchrun describes and return this process's device."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    defaults |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:  # plain python sets none of these: a group of one
         if int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
             sys.exit("srun does not set RANK: start with torchrun, or each task trains alone")
-        os.environ.update(alone)
-    if missing := [name for name in alone if name not in os.environ]:
+        os.environ.update(defaults)
+    if missing := [name for name in defaults if name not in os.environ]:
         sys.exit(f"RANK is set, but not {', '.join(missing)}: start with torchrun, which sets all")
     gpus, processes = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
     if gpus == 0:
@@ -49,7 +49,7 @@ def main(epochs=5):
     if rank == 0:
         print(f"training in {world_size} processes on {device.type}")
     data = make_data()
-    sampler: DistributedSampler = DistributedSampler(data)  # each gets its own shard
+    sampler: DistributedSampler = DistributedSampler(data)  # each process gets its own shard
     # batch_size is per process; num_workers=4 and, for GPUs, pin_memory=True go here too
     loader = DataLoader(data, batch_size=32, sampler=sampler)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2)).to(device)

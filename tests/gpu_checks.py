@@ -3,6 +3,9 @@
 import runpy
 import threading
 import warnings
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
@@ -164,19 +167,23 @@ def check_bfloat16_that_one_gpu_lacks_is_an_error_on_all_ranks():
         assert f"cuda:{last} has no bfloat16" in str(raised(ValueError, make))
 
 
-def check_precisions_and_counts():
-    for precision in ("bf16", "fp16"):
-        handler = job(
-            8 * world_size(),
-            2,
-            device="cuda",
-            precision=precision,
-            on_nonfinite="skip",
-            count=lambda batch: len(batch[1]),
-        )
+def check_precisions_and_settings():
+    clipped = {"clip_norm": 1.0, "accumulate": 2}
+    counted = {"on_nonfinite": "skip", "count": lambda batch: len(batch[1])}
+    for precision, options in product(("fp32", "bf16", "fp16"), (clipped, counted)):
+        handler = job(8 * world_size(), 2, device="cuda", precision=precision, **options)
         handler.train(2)
         assert_same_on_all_ranks(flat(handler.model))
         assert handler.train_losses[-1] < handler.train_losses[0]
+        outputs = handler.predict(Points(5), 2)
+        assert outputs is None if rank() else outputs.shape == (5, 2)
+        with TemporaryDirectory() as folder:
+            path = Path(broadcast_object(folder)) / "a.pt"
+            handler.save(path)
+            other = job(8 * world_size(), 2, device="cuda", precision=precision, **options)
+            other.load(path)
+            barrier()  # before rank 0 removes its folder
+        assert torch.equal(flat(other.model), flat(handler.model)) and other.epoch == 2
 
 
 def check_char_gpt_chooses_one_precision_for_all_ranks():

@@ -18,6 +18,7 @@ if "FAKE_GPUS" not in os.environ:
 pytestmark = pytest.mark.gpu
 WAITS = ("streamSync", "eventSync", "deviceSync", "memcpySync")
 STEPS = 20
+GPUS = torch.cuda.device_count()
 
 
 class Counts(Callback):
@@ -51,6 +52,8 @@ def counts_of_20_steps(**options):
         # GradScaler reads whether a gradient overflowed, and Handler reads the new scale.
         pytest.param({"precision": "fp16"}, 2 + 2 * STEPS, id="fp16"),
         pytest.param({"precision": "fp16", "clip_norm": 1.0}, 2 + 2 * STEPS, id="fp16, clipping"),
+        # A fused optimizer checks for overflow on the GPU.
+        pytest.param({"precision": "fp16", "fused": True}, 2 + STEPS, id="fp16, fused"),
     ],
 )
 def test_waits_of_handler(options, waits):
@@ -67,7 +70,7 @@ def on_all_gpus(folder, body, gpus=None, **options):
     env = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ["PYTHONPATH"]])}
     if gpus:
         env["FAKE_GPUS"] = str(gpus)
-    ended = run(*torchrun(torch.cuda.device_count(), "ranks.py"), cwd=folder, env=env, **options)
+    ended = run(*torchrun(GPUS, "ranks.py"), cwd=folder, env=env, **options)
     assert ended.code == 0, ended.stderr
     return ended
 
@@ -148,10 +151,9 @@ dist.destroy_process_group()
 
 
 def test_a_group_of_the_users_keeps_the_devices_that_the_user_set(tmp_path):
-    ranks = torch.cuda.device_count()
-    gpus = 2 * ranks
+    gpus = 2 * GPUS
     ended = on_all_gpus(tmp_path, FOREIGN.replace("GPUS", str(gpus)), gpus)
-    assert ended.stdout == f"{[f'cuda:{gpus - 1 - rank}' for rank in range(ranks)]}\n"
+    assert ended.stdout == f"{[f'cuda:{gpus - 1 - rank}' for rank in range(GPUS)]}\n"
     assert "barrier" not in ended.stderr, ended.stderr  # nccl has no GPU to guess
 
 
@@ -178,41 +180,48 @@ def test_extra_state_on_the_cpu_is_checked_and_saved(tmp_path):
     "command",
     [
         pytest.param([sys.executable, SCRIPTS / "single_gpu.py"], id="single_gpu"),
-        pytest.param([sys.executable, SCRIPTS / "multigpu_spawn.py", "--nproc=1"], id="spawn"),
-        pytest.param(torchrun(1, SCRIPTS / "multigpu_torchrun.py"), id="torchrun"),
-        pytest.param(torchrun(1, SCRIPTS / "multinode_slurm.py"), id="slurm"),
+        pytest.param(
+            [sys.executable, SCRIPTS / "multigpu_spawn.py", f"--nproc={GPUS}"], id="spawn"
+        ),
+        pytest.param(torchrun(GPUS, SCRIPTS / "multigpu_torchrun.py"), id="torchrun"),
+        pytest.param(torchrun(GPUS, SCRIPTS / "multinode_slurm.py"), id="slurm"),
     ],
 )
 def test_waits_of_the_scripts(tmp_path, command):
-    """The scripts wait only for the copies of a batch's two tensors."""
+    """The scripts wait for the copies of a batch's two tensors, and once to read the accuracy."""
     path = [str(ROOT / "tests" / "fakegpu" / "count_waits"), os.environ["PYTHONPATH"]]
     env = {"PYTHONPATH": os.pathsep.join(path)}
     ended = run(*command, "--epochs", "3", cwd=tmp_path, env=env)
     assert ended.code == 0, ended.stderr
-    loops = re.findall(r"(\d+) batches, (\d+) waits", ended.stdout)
-    assert len(loops) == 6
-    for batches, waits in loops[2:4]:  # of epoch 2: in epochs 1 and 3, DDP times some steps
-        assert int(waits) == 2 * int(batches)
+    pattern = r"process (\d+): (\d+) waits, then (\d+) batches, (\d+) waits"
+    ranks = {}
+    for process, *counts in re.findall(pattern, ended.stdout):
+        ranks.setdefault(process, []).append([int(count) for count in counts])
+    assert len(ranks) == (1 if "single_gpu" in str(command) else GPUS)
+    for loops in ranks.values():
+        assert len(loops) == 6
+        # Those of epoch 2: in epochs 1 and 3, DDP times some steps.
+        assert all(waits == 2 * batches for _, batches, waits in loops[2:4])
+        assert all(between <= 1 for between, _, _ in loops[1:])
 
 
 @pytest.mark.parametrize("script", ["multigpu_spawn", "multigpu_torchrun", "multinode_slurm"])
 def test_scripts_with_fewer_gpus_than_ranks(tmp_path, script):
     """They run on the CPU and say how many GPUs they see; with --device=cuda, they refuse."""
-    gpus = torch.cuda.device_count()
     if script == "multigpu_spawn":
-        command = [sys.executable, SCRIPTS / f"{script}.py", f"--nproc={gpus + 1}"]
+        command = [sys.executable, SCRIPTS / f"{script}.py", f"--nproc={GPUS + 1}"]
     else:
-        command = torchrun(gpus + 1, SCRIPTS / f"{script}.py")
+        command = torchrun(GPUS + 1, SCRIPTS / f"{script}.py")
     ended = run(*command, "--epochs=1", cwd=tmp_path)
     assert ended.code == 0, ended.stderr
-    assert f"ranks: {gpus + 1} | device: cpu ({gpus} GPUs visible)" in ended.stdout
+    assert f"ranks: {GPUS + 1} | device: cpu ({GPUS} GPUs visible)" in ended.stdout
     ended = run(*command, "--device=cuda", cwd=tmp_path)
     assert ended.code == 1
-    refusal = f"error: --device cuda needs {gpus + 1} GPUs, found {gpus}: use --device cpu"
+    refusal = f"error: --device cuda needs {GPUS + 1} GPUs, found {GPUS}: use --device cpu"
     assert refusal in ended.stderr.splitlines()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() != 2, reason="needs two fake GPUs")
+@pytest.mark.skipif(GPUS != 2, reason="needs two fake GPUs")
 @pytest.mark.parametrize(("on_node", "device"), [(2, "cuda"), (1, "cpu")])
 def test_one_visible_gpu_per_slurm_task(tmp_path, on_node, device):
     """With --gpus-per-task=1, each task takes its only GPU; on a shared GPU, they take the CPU."""
@@ -258,7 +267,7 @@ def test_mig_slices_of_one_card_run_on_the_cpu(tmp_path):
 PAGE = "# A page\n<!-- begin of the report -->\nold\n<!-- end of the report -->\nThe rest.\n"
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="slow, so it runs with one fake GPU only")
+@pytest.mark.skipif(GPUS > 1, reason="slow, so it runs with one fake GPU only")
 def test_the_report_is_written_into_the_page(tmp_path):
     """Every part except Tests, which would run the tests of test_gpu.py again."""
     page = tmp_path / "page.md"

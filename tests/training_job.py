@@ -39,11 +39,22 @@ def accuracy(outputs, targets):
     return (outputs.argmax(1) == targets).double().mean()
 
 
-def job(size=20, batch_size=3, *, model=None, noise=0.0, workers=0, lr=0.1, loader=None, **options):
+def job(
+    size=20,
+    batch_size=3,
+    *,
+    model=None,
+    noise=0.0,
+    workers=0,
+    lr=0.1,
+    fused=None,
+    loader=None,
+    **options,
+):
     """Return a Handler on the CPU with its training set; `loader` is for its DataLoader."""
     torch.set_num_threads(1)
     model = network() if model is None else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=fused)
     options = {"device": "cpu", "metrics": {"accuracy": accuracy}} | options
     if callable(scheduler := options.get("scheduler")):
         options["scheduler"] = scheduler(optimizer)

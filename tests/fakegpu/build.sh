@@ -55,4 +55,3 @@ for name in $(readelf -d "$torch"/*.so | grep -oP 'NEEDED.*\[\Klib(cu|nccl|nv)[^
     gcc -shared -fPIC -Wl,-soname,"$name" -x c /dev/null -x none "${needs[@]}" \
         -o "$folder/lib/$name"
 done
-touch "$folder/.ready"

@@ -325,7 +325,7 @@ EXPORT cudaError_t cudaMalloc(void **address, size_t size)
 {
     counters[CUDA_MALLOC]++;
     *address = aligned_alloc(512, round_up(size, 512));
-    /* 3.4e38 as float32: a result that nobody computed does not pass for one */
+    /* 3.4e38 as float32, so that a result that was never computed is obvious */
     memset(*address, 0x7f, size);
     add_region(*address, size ? size : 1, DEVICE);
     return cudaSuccess;
@@ -444,7 +444,7 @@ EXPORT cudaError_t cudaMemsetAsync(void *address, int value, size_t size, cudaSt
     return cudaSuccess;
 }
 
-/* ---- Streams and events: names only, since all work is done at the call ---- */
+/* ---- Streams and events: handles only, since every call has finished when it returns ---- */
 
 static cudaError_t new_stream(cudaStream_t *stream)
 {
@@ -539,7 +539,7 @@ static struct kernel *kernels;
 static int kernel_count;
 static int kernel_room;
 
-/* What <<<...>>> hands from the push to the pop */
+/* The launch configuration of <<<...>>>, kept between push and pop */
 static __thread struct {
     dim3 grid;
     dim3 block;

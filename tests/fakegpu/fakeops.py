@@ -6,7 +6,7 @@ as CPU tensors, calls the operator on these and copies what it returns to new CU
 Allocation, views and reading one number (SKIP) remain torch's own, over the fake runtime.
 
 torch._fake_counts() returns the counters of libfakecuda.so, by name.
-torch._fake_n is the number of operators replaced.
+torch._fake_operators is the number of operators replaced.
 """
 
 import ctypes
@@ -228,7 +228,7 @@ def replace_kernels(library):
 library = torch.library.Library("aten", "IMPL")  # as long as it lives, so do its kernels
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # one for each kernel that is replaced
-    torch._fake_n = replace_kernels(library)
+    torch._fake_operators = replace_kernels(library)
 torch._fake_counts = counts
 # The libraries' kernels have no CPU version; attention is then made of operators that have one.
 # The flags matter for attention: torch chooses in C++, without asking the operator above.

@@ -1,7 +1,7 @@
 /* A fake of NCCL between processes of one machine, through shared memory.
  *
- * Every call does its work before it returns. Reductions are done in float64. A rank that never
- * comes is waited for without an end, unless another thread aborts the communicator.
+ * Every call does its work before it returns. Reductions are done in float64. A missing rank is
+ * waited for forever, unless another thread aborts the communicator.
  */
 #define _GNU_SOURCE
 #include "fake.h"
@@ -29,6 +29,7 @@ typedef enum {
     ncclSuccess = 0,
     ncclUnhandledCudaError = 1,
     ncclInvalidArgument = 4,
+    ncclInvalidUsage = 5,
 } ncclResult_t;
 
 typedef enum {
@@ -143,6 +144,21 @@ static ncclComm_t join(int ranks, const char *name, int rank)
     snprintf(text, sizeof text, "ncclCommInit rank %d of %d on device %d", rank, ranks, current);
     trace(text);
     return comm;
+}
+
+/* A second communicator made from the first one, and a sum with a factor, are not supported. As a
+ * stub that reports success, each would lead to a hang or to wrong numbers. */
+
+EXPORT ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *split,
+                                  ncclConfig_t *config)
+{
+    return ncclInvalidUsage;
+}
+
+EXPORT ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *factor, ncclDataType_t type,
+                                             int where, ncclComm_t comm)
+{
+    return ncclInvalidUsage;
 }
 
 EXPORT ncclResult_t ncclGetVersion(int *version)
@@ -334,7 +350,18 @@ static void put_element(void *p, size_t i, ncclDataType_t type, double value)
 
 /* ---- Collectives ---- */
 
-/* Counts the call, and refuses a buffer that is not in the memory of the communicator's device */
+/* Whether a buffer is not in the memory of the communicator's device */
+static int misplaced(const void *buffer, ncclComm_t comm, size_t count)
+{
+    struct region r = find_region(buffer);
+    int wrong = count && (r.kind != DEVICE || r.device != comm->device);
+    if (wrong)
+        fprintf(stderr, "[fake nccl] BAD BUFFER comm-dev %d buf-dev %d kind %d\n", comm->device,
+                r.device, r.kind);
+    return wrong;
+}
+
+/* Counts the call, and refuses a misplaced buffer */
 static ncclResult_t check(const void *buffer, ncclComm_t comm, const char *call, size_t count)
 {
     struct region r = find_region(buffer);
@@ -343,11 +370,7 @@ static ncclResult_t check(const void *buffer, ncclComm_t comm, const char *call,
     snprintf(text, sizeof text, "%s count %zu comm-dev %d buf-dev %d kind %d", call, count,
              comm->device, r.device, r.kind);
     trace(text);
-    if (count && (r.kind != DEVICE || r.device != comm->device)) {
-        fprintf(stderr, "[fake nccl] BAD BUFFER %s\n", text);
-        return ncclInvalidArgument;
-    }
-    return ncclSuccess;
+    return misplaced(buffer, comm, count) ? ncclInvalidArgument : ncclSuccess;
 }
 
 static double reduce_element(ncclComm_t comm, size_t i, ncclDataType_t type, ncclRedOp_t op)
@@ -396,7 +419,7 @@ static ncclResult_t reduce(ncclComm_t comm, const void *in, void *out, size_t co
 EXPORT ncclResult_t ncclAllReduce(const void *in, void *out, size_t count, ncclDataType_t type,
                                   ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream)
 {
-    if (check(in, comm, "allReduce", count))
+    if (check(in, comm, "allReduce", count) || misplaced(out, comm, count))
         return ncclInvalidArgument;
     return reduce(comm, in, out, count, type, op, -1);
 }
@@ -404,7 +427,7 @@ EXPORT ncclResult_t ncclAllReduce(const void *in, void *out, size_t count, ncclD
 EXPORT ncclResult_t ncclReduce(const void *in, void *out, size_t count, ncclDataType_t type,
                                ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream)
 {
-    if (check(in, comm, "reduce", count))
+    if (check(in, comm, "reduce", count) || (comm->rank == root && misplaced(out, comm, count)))
         return ncclInvalidArgument;
     return reduce(comm, in, out, count, type, op, root);
 }
@@ -412,6 +435,8 @@ EXPORT ncclResult_t ncclReduce(const void *in, void *out, size_t count, ncclData
 EXPORT ncclResult_t ncclReduceScatter(const void *in, void *out, size_t count, ncclDataType_t type,
                                       ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream)
 {
+    if (check(in, comm, "reduceScatter", count) || misplaced(out, comm, count))
+        return ncclInvalidArgument;
     size_t bytes = count * width(type);
     char *all = malloc(bytes * comm->ranks);
     ncclResult_t result = reduce(comm, in, all, count * comm->ranks, type, op, -1);
@@ -448,7 +473,7 @@ EXPORT ncclResult_t ncclBcast(void *buffer, size_t count, ncclDataType_t type, i
 EXPORT ncclResult_t ncclAllGather(const void *in, void *out, size_t count, ncclDataType_t type,
                                   ncclComm_t comm, cudaStream_t stream)
 {
-    if (check(in, comm, "allGather", count))
+    if (check(in, comm, "allGather", count) || misplaced(out, comm, count))
         return ncclInvalidArgument;
     size_t bytes = count * width(type);
     for (size_t done = 0; done < bytes; done += CHUNK) {

@@ -1,8 +1,10 @@
 """Put this folder on PYTHONPATH: each loop over a DataLoader then prints how often it waits.
 
-Counted is what the body of the loop waits for the fake GPU, in all its iterations.
+First come the waits for the fake GPU since the last loop, then those of the loop's body, over all
+iterations.
 """
 
+import os
 import sys
 
 import torch
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader
 
 WAITS = ("streamSync", "eventSync", "deviceSync", "memcpySync")
 iterate = DataLoader.__iter__
+ended = 0  # the waits until the end of the last loop
 
 
 def waits():
@@ -17,10 +20,13 @@ def waits():
     return sum(counts[name] for name in WAITS)
 
 
-def counted(self):
-    before = waits()
+def loop(self):
+    global ended
+    started = waits()
     yield from iterate(self)
-    sys.stdout.write(f"{len(self)} batches, {waits() - before} waits\n")
+    between, inside, ended = started - ended, waits() - started, waits()
+    counted = f"{between} waits, then {len(self)} batches, {inside} waits"
+    sys.stdout.write(f"process {os.getpid()}: {counted}\n")
 
 
-DataLoader.__iter__ = counted
+DataLoader.__iter__ = loop
