@@ -371,20 +371,22 @@ MUTATIONS = (
         "leaves_behind",
     ),
     Mutation(
-        "epoch-keeps-its-place",
-        "After a train call that ended early, the next one goes on in the middle of an old epoch.",
+        "saved-though-not-finite",
+        "A checkpoint is written although a weight is not finite.",
         "handler.py",
-        "        finally:\n            self.train_batches.rewind()",
-        "        finally:\n            pass",
+        "check_finite(self._unwrapped)",
+        "pass",
         "test_handler.py",
+        "not_finite_are_not_saved",
     ),
     Mutation(
-        "last-summary-unread",
-        "The steps since the last summary do not count in what the ranks know of the epoch.",
+        "exit-code-of-success",
+        "A job that a signal ended looks like one that reached its end.",
         "training/loop.py",
-        "state.running = state.running | state.sums.compute()",
-        "state.running = state.running | {}",
+        "raise SystemExit(EXIT_CODE)",
+        "raise SystemExit(0)",
         "test_handler.py",
+        "signal_to_one_rank",
     ),
     Mutation(
         "same-order-every-epoch",
@@ -393,6 +395,7 @@ MUTATIONS = (
         "manual_seed(self.seed + self.epoch)",
         "manual_seed(self.seed)",
         "test_data.py",
+        "order_and_padding",
     ),
     Mutation(
         "pickling-error-unexplained",
@@ -401,6 +404,7 @@ MUTATIONS = (
         "except Exception as error:",
         "except KeyError as error:",
         "test_parallel_execution.py",
+        "exception_keeps_its_type",
     ),
 )
 
