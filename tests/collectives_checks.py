@@ -173,6 +173,13 @@ def check_a_mean_is_weighted_by_the_samples():
     assert reduce_mean({"loss": float(me)})["loss"] == (world - 1) / 2
 
 
+def check_a_count_that_is_no_count_is_an_error_on_all():
+    for count in (-1, math.nan, math.inf):
+        own = 5 if dist.get_rank() else count
+        error = str(raised(ValueError, lambda own=own: reduce_mean({"loss": 1.0}, own)))
+        assert error == f"count must be at least 0 and finite, not {count:g}"
+
+
 def check_a_rank_with_nothing_takes_part():
     me, world = dist.get_rank(), dist.get_world_size()
     for empty in range(world):
@@ -246,6 +253,8 @@ def check_what_has_no_result_of_its_dtype_is_refused_on_all():
         (reduce_mean, torch.int64, "double"),
         (reduce_max, torch.complex64, "abs"),
         (reduce_min, torch.complex128, "abs"),
+        (reduce_max, torch.uint64, "double"),
+        (reduce_min, torch.uint64, "double"),
     ]
     for function, dtype, way_out in cases:
         own = {"fine": 1.0, "odd": torch.ones(2, dtype=dtype)}
@@ -256,7 +265,7 @@ def check_what_has_no_result_of_its_dtype_is_refused_on_all():
 
 
 def check_what_is_no_number_is_refused_by_name():
-    for value in ("1.5", None, [1.0], 1j):
+    for value in ("1.5", None, [1.0], 1j, np.ones(3)):
         for function in REDUCTIONS:
             error = raised(TypeError, lambda f=function, v=value: f({"loss": v}))
             assert str(error) == f"'loss' must be a number or a tensor, not {value!r}"
@@ -274,6 +283,7 @@ def check_different_names_shapes_or_dtypes_are_an_error_on_all():
         for function in REDUCTIONS:
             error = str(raised(ValueError, lambda f=function, v=other if me else first: f(v)))
             assert named in error and "\n" not in error
+            assert f"rank 0: {{'{next(iter(first))}'" in error and "; rank 1: {" in error
     assert reduce_sum({"a": 1.0}) == {"a": dist.get_world_size()}
 
 
@@ -421,7 +431,7 @@ def check_an_object_of_any_rank_is_broadcast():
 
 def check_a_source_outside_the_world_is_refused_on_all():
     world = dist.get_world_size()
-    for src in (7, world, -1, "0"):
+    for src in (7, world, -1, "0", 0.0):
         error = str(raised(ValueError, lambda s=src: broadcast_object("x", s)))
         assert f"from 0 to {world - 1}" in error and repr(src) in error
     assert broadcast_object("x", world - 1) == "x"

@@ -321,7 +321,7 @@ MUTATIONS = (
         "missing-ranks-unnamed",
         "An opening that times out does not name the missing ranks.",
         "rendezvous.py",
-        'return [rank for rank in sorted(others) if not store.check([f"{self._stage}/{rank}"])]',
+        'return [rank for rank in sorted(others) if not store.check([f"{self._reports}/{rank}"])]',
         "return []",
         "test_initialize.py",
         "absent_ranks",

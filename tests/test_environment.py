@@ -113,6 +113,18 @@ def test_arguments():
     assert detect_launch(STEP, master_addr="n9", master_port=7).master_addr == "n9"
 
 
+def test_arguments_that_repeat_the_step():
+    """`rank=int(os.environ["SLURM_PROCID"])` in a step: the rest comes from the step as well."""
+    info = detect_launch(STEP, rank=2, world_size=3)
+    step = detect_launch(STEP)
+    assert (info.launcher, info.local_rank, info.local_world_size) == ("arguments", 0, 1)
+    assert (info.nnodes, info.master_addr) == (2, "n3") and info.master_port == step.master_port
+    info = detect_launch(STEP, rank=2, world_size=3, master_addr="n9", master_port=7)
+    assert (info.local_rank, info.master_addr, info.master_port) == (0, "n9", 7)
+    info = detect_launch(STEP, rank=1, world_size=3, master_addr="n9", master_port=7)
+    assert (info.local_rank, info.nnodes) == (1, 1)  # another rank: not this task of the step
+
+
 def test_empty_variable_is_not_set():
     assert detect_launch({"RANK": "", "MASTER_ADDR": "", "SLURM_STEP_NUM_TASKS": ""}).rank == 0
 
@@ -169,7 +181,17 @@ def test_part_of_a_set(names, kept):
         (STEP | {"SLURM_LOCALID": "1"}, {}, "local_rank=1 and local_world_size=1"),
         (STEP | {"SLURM_NODEID": "2"}, {}, "SLURM_NODEID=2 .*'2,1'"),
         (STEP | {"SLURM_NODEID": "-1"}, {}, "SLURM_NODEID=-1"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x1"}, {}, r"2\(x3\),1, not '2\(x1'"),
+        (
+            STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x1"},
+            {},
+            r"^SLURM_STEP_TASKS_PER_NODE must be like 2\(x3\),1, not '2\(x1'",
+        ),
+        (
+            {k: v for k, v in STEP.items() if k != "SLURM_STEP_TASKS_PER_NODE"}
+            | {"SLURM_TASKS_PER_NODE": "two"},
+            {},
+            "^SLURM_TASKS_PER_NODE must be like .* not 'two'",
+        ),
         (STEP | {"SLURM_STEP_NODELIST": "n[1"}, {}, r"malformed host list 'n\[1': "),
         (STEP | {"SLURM_STEP_NUM_TASKS": "many"}, {}, "SLURM_STEP_NUM_TASKS must be an integer"),
         (STEP | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),

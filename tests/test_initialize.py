@@ -33,11 +33,13 @@ from ddp_ref.initialize import (
     _first_host_from_slurm_nodelist,
     _initialize_distributed,
     _is_env_distributed,
+    _open_groups,
     _pick_device,
     _resolve_device,
     _should_use_distributed,
     open_group,
 )
+from ddp_ref.rendezvous import Rendezvous, RendezvousError, refuse_unsafe_restarts
 
 CPU = torch.device("cpu")
 ALONE = DistInfo(False, 0, 0, 1, CPU)
@@ -182,14 +184,16 @@ def test_two_nodes(tmp_path):
 FROZEN = """
 import socket, threading
 from ddp_ref import initialize, rendezvous
-owner, name, when = sys.argv[1:]
+owner, name, when, how = sys.argv[1:]
+calls = []
 
 def freeze():
-    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread takes no step more
+    signal.pthread_kill(threading.get_ident(), getattr(signal, how))  # it takes no step more
 
 def freezing(function):
     def wrapper(*args, **kwargs):
-        if when == "before":
+        calls.append(args)
+        if when == "before" or (when == "before the second" and len(calls) == 2):
             freeze()
         result = function(*args, **kwargs)
         if when == "after":
@@ -205,7 +209,7 @@ while not (os.path.exists("here0") and os.path.exists("here1")):
     time.sleep(0.01)
 start = time.monotonic()
 try:
-    initialize_ddp(initialize.timedelta(seconds=2))
+    initialize_ddp(initialize.timedelta(seconds=TIMEOUT))
 except RuntimeError as error:
     assert not dist.is_initialized()
     cleanup_ddp()
@@ -224,8 +228,10 @@ MOMENTS = [
     ("dist", "init_process_group", "after", "open the group"),
     ("dist", "new_group", "before", "open the group"),
     ("dist", "new_group", "after", "open the group"),
+    ("rendezvous.Rendezvous", "_wait_for", "before the second", "open the group"),
+    ("dist", "barrier", "before", None),
 ]
-QUICK = [MOMENTS[4], MOMENTS[10]]
+QUICK = [MOMENTS[4], MOMENTS[10], *MOMENTS[-2:]]
 
 
 @pytest.mark.parametrize(
@@ -234,9 +240,32 @@ QUICK = [MOMENTS[4], MOMENTS[10]]
 )
 def test_a_rank_that_freezes_while_the_group_opens_is_named(tmp_path, owner, name, when, stage):
     """Rank 0 raises within the timeout of 2 seconds and 3 more, and its process ends."""
+    seconds, error, start = error_of_rank_0(tmp_path, 2, owner, name, when, "SIGSTOP")
+    assert seconds < 5
+    assert error.startswith(start + how_it_is_named(stage, 2))
+
+
+@pytest.mark.parametrize("moment", MOMENTS[-2:], ids=["before it reads", "before the barrier"])
+def test_a_rank_that_dies_after_its_last_report_is_named(tmp_path, moment):
+    """gloo only says that a connection was closed, and rank 0 does not wait for the timeout."""
+    seconds, error, start = error_of_rank_0(tmp_path, 30, *moment[:3], "SIGKILL")
+    assert seconds < 15
+    assert error.startswith(start + how_it_is_named(moment[3], 30))
+
+
+def how_it_is_named(stage: str | None, timeout: int) -> str:
+    if stage:
+        return f"rank 1 did not {stage} (timeout 0:00:{timeout:02}): look at its output; it must be"
+    who = "all ranks reported, then one stopped answering"
+    return f"{who} (timeout 0:00:{timeout:02}): look at the other ranks' output\n"
+
+
+def error_of_rank_0(tmp_path: Path, timeout: int, *moment: str) -> tuple[float, str, str]:
+    """Return after how many seconds rank 0 of 2 raised, its error, and how an error must begin."""
     port = str(free_port())
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": HOST, "MASTER_PORT": port}
-    command = [sys.executable, script(tmp_path, FROZEN), owner, name, when]
+    body = FROZEN.replace("TIMEOUT", str(timeout))
+    command = [sys.executable, script(tmp_path, body), *moment]
     with ExitStack() as stack:
         first, _ = (
             stack.enter_context(
@@ -247,10 +276,7 @@ def test_a_rank_that_freezes_while_the_group_opens_is_named(tmp_path, owner, nam
         result = first.wait(30)
     assert result.code == 0, result.stderr
     seconds, _, error = result.stdout.partition("|")
-    assert float(seconds) < 5
-    assert (
-        f"rank 0 of 2, master at {HOST}:{port}: rank 1 did not {stage} (timeout 0:00:02)" in error
-    )
+    return float(seconds), error, f"rank 0 of 2, master at {HOST}:{port}: "
 
 
 @pytest.mark.parametrize("restarts", [2, pytest.param(8, marks=pytest.mark.full)])
@@ -536,6 +562,24 @@ def test_a_group_that_somebody_else_opened_in_a_slurm_step(tmp_path):
     assert run_ranks(work, tmp_path, timeout=timedelta(seconds=60)) == [[0, 5], [0, 5]]
 
 
+def test_a_step_that_opens_the_group_too_late_closes_it():
+    """The main thread has raised meanwhile, so the step must end with an error of its own."""
+    rendezvous = Rendezvous(LaunchInfo(launcher="torchrun", reason=""), SHORT)
+    rendezvous.store = dist.HashStore()
+    rendezvous.given_up.set()
+    with no_group_left(), pytest.raises(RendezvousError, match="the main thread has raised"):
+        _open_groups(rendezvous, CPU)
+
+
+def test_a_number_of_restarts_that_is_none_is_named(monkeypatch):
+    launch = LaunchInfo(launcher="torchrun", reason="")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "")
+    refuse_unsafe_restarts(launch)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "x")
+    with pytest.raises(ValueError, match="MAX_RESTARTS must be an integer, not 'x'"):
+        refuse_unsafe_restarts(launch)
+
+
 def test_failure_after_the_group_is_open(monkeypatch):
     monkeypatch.setattr(os, "environ", {"SLURM_CPUS_PER_TASK": "many"})
     master = {"master_addr": HOST, "master_port": free_port()}
@@ -583,7 +627,9 @@ def test_ranks_agree_on_the_device():
     for gpus in (["a", "a"], ["", "a"]):
         with pytest.warns(UserWarning, match="^1 GPU for 2 ranks: running on the CPU; [^\n]*$"):
             assert _agree_on_device(TWO, gpus, None) == CPU
-        with pytest.raises(RuntimeError, match='1 GPU for 2 ranks: backend="nccl"'):
+        with pytest.raises(
+            RuntimeError, match='1 GPU for 2 ranks: backend="nccl" needs one GPU per rank'
+        ):
             _agree_on_device(TWO, gpus, "nccl")
     assert _agree_on_device(TWO, ["a", "b"], None) == _pick_device(0)
     assert _agree_on_device(TWO, ["a", "b"], "nccl") == _pick_device(0)

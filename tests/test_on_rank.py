@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import pickle
 import random
 import resource
 import sys
@@ -16,6 +17,7 @@ from harness import Running
 from rank_checks import check_passes, checks, on_ranks
 
 from ddp_ref import initialize_ddp, run_ranks
+from ddp_ref._outcomes import pack_exception, unpack_exception
 from ddp_ref.decorators import on_rank, rank_first
 
 SCRIPT = "on_rank_checks.py"
@@ -146,9 +148,17 @@ def test_a_rank_that_cannot_take_what_was_sent_says_so():
         on_rank(0, broadcast=True)(lambda: bytes(2**28))()
 
     with pytest.raises(
-        RuntimeError, match=r"rank 0 sent a message .* that cannot be read: MemoryError"
+        RuntimeError, match=r"rank 0 in .*: its outcome could not be received: MemoryError"
     ):
         run_ranks(work, timeout=timedelta(seconds=60))
+
+
+def test_an_exception_is_pickled_once():
+    dumps = [pickle.dumps, lambda error: pytest.fail("pickle has done it")]
+    error = unpack_exception(pack_exception(ValueError("no"), dumps), "rank 1")
+    assert type(error) is ValueError and str(error) == "no"
+    dumps = [lambda error: pickle.dumps("another type"), pickle.dumps]
+    assert type(unpack_exception(pack_exception(ValueError("no"), dumps), "rank 1")) is ValueError
 
 
 class Calling(torch.utils.data.Dataset):
@@ -233,7 +243,7 @@ if node == 1:
 assert on_rank(0, broadcast=True)(where)() == (0, 0)
 
 # Then all ranks are in different calls: each waits for the next one, or some for their node alone.
-_outcomes.LOOK_AFTER, _outcomes.LOOK_EVERY, _outcomes.GRACE = 0.3, 0.1, 0.5
+_outcomes.MISMATCH_CHECK_AFTER, _outcomes.LOOK_EVERY, _outcomes.GRACE = 0.3, 0.1, 0.5
 if os.environ["MISTAKE"] == "circle":
     call = on_rank((info.rank + 1) % info.world_size)(where)
 else:

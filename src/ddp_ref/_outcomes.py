@@ -12,7 +12,6 @@ returns before all ranks have called.
 """
 
 import atexit
-import math
 import pickle
 import time
 import traceback
@@ -30,7 +29,7 @@ import torch
 from .initialize import OpenGroup
 
 FOREVER = timedelta(days=365)  # the work may take as long as it likes
-LOOK_AFTER = 10.0  # seconds of waiting before a rank looks for ranks in other calls
+MISMATCH_CHECK_AFTER = 10.0  # seconds of waiting before a rank looks for ranks in other calls
 LOOK_EVERY = 1.0  # seconds between two looks
 GRACE = 2.0  # seconds to collect further problems after the first; must exceed LOOK_EVERY
 FRAME, SMALL = 4096, 2048  # bytes of the first message, and of a result that fits into it
@@ -75,8 +74,7 @@ class Call:
         self.tag = 4 * calls[local] + 2 * local  # of requests; outcomes use tag + 1
         # Ranks that share one of these keys must be in the same call.
         self.keys = [f"ddp_ref/waiting/node of rank {self.node[0]}/{sum(calls)}"]
-        if not local:
-            self.keys.append(f"ddp_ref/waiting/{calls[local]}")
+        self.keys += [] if local else [f"ddp_ref/waiting/{calls[local]}"]
 
     def wait_for_outcomes(self, error: BaseException | None = None, value: Any = b"") -> Any:
         """Wait until the executing ranks have finished their work (collective: all members call).
@@ -94,10 +92,9 @@ class Call:
             RuntimeError: If a rank died or is in another call.
             TimeoutError: If a rank has not finished within `max_wait`.
         """
-        failure = None if error is None else pack_exception(error)
-        mine = Outcome(self.text, failure, value, {})
+        mine = Outcome(self.text, None if error is None else pack_exception(error), value, {})
         outcomes, problems = self._collect(mine)
-        if failure:  # known even if no other rank answers
+        if mine.failure:  # known even if no other rank answers
             outcomes.setdefault(self.me, mine)
         errors: dict[tuple[int, int], BaseException] = {}  # by (priority, rank)
         for rank, outcome in outcomes.items():
@@ -108,7 +105,7 @@ class Call:
             errors[1 if rank in self.executors else 2, rank] = RuntimeError(problem)
         if error is not None:
             where = f"raised on rank {self.me} in {self.text}"
-            errors[0, self.me] = _own(error, errors[0, self.me], where)
+            errors[0, self.me] = _local_exception(error, errors[0, self.me], where)
             error = None  # a frame that holds its own exception keeps the work's locals alive
         if errors:
             _raise_first([errors.pop(key) for key in sorted(errors)])
@@ -125,9 +122,9 @@ class Call:
         threads = [Thread(target=self._ask, args=(r, mine), daemon=True) for r in self.executors]
         outcomes: dict[int, Outcome] = {}
         problems: dict[int, str] = {}
-        longest = self.max_wait.total_seconds() if self.max_wait else math.inf
+        longest = (self.max_wait or FOREVER).total_seconds()
         now = time.monotonic()
-        look_at, deadline = now + LOOK_AFTER, now + longest
+        look_at, deadline = now + MISMATCH_CHECK_AFTER, now + longest
         try:
             for thread in threads:
                 thread.start()
@@ -142,7 +139,7 @@ class Call:
                 if now > look_at:
                     # The store may be hosted by a frozen rank, so this needs a thread as well.
                     Thread(target=self._look_for_other_calls, daemon=True).start()
-                    look_at = math.inf
+                    look_at += longest  # past the deadline: once is enough
         finally:
             self.over.set()
             if set(self.executors) - outcomes.keys():
@@ -239,11 +236,10 @@ class Call:
             thread.join(1)
 
     def _lost(self, rank: int, error: Exception) -> dict[int, str]:
-        if isinstance(error, RuntimeError):  # gloo's own errors all are
-            cause = f"died or left before the end of {self.text}; see its output ({error})"
-        else:
-            cause = f"sent a message at the end of {self.text} that cannot be read: {error!r}"
-        return {rank: f"rank {rank} {cause}"}
+        unread = f"in {self.text}: its outcome could not be received: {error!r}"
+        left = f"died or left before the end of {self.text}; see its output ({error})"
+        # gloo's own errors are all RuntimeErrors.
+        return {rank: f"rank {rank} {left if isinstance(error, RuntimeError) else unread}"}
 
     def _compare(self, rank: int, text: str) -> dict[int, str]:
         """Return the problem if a rank is in the call `text`, and this rank in another one."""
@@ -273,8 +269,9 @@ def pack_exception(
     for dump in dumps:
         with suppress(Exception):  # __reduce__ and __init__ are the user's: anything may happen
             copy = dump(error)
-            if pickled is None and type(pickle.loads(copy)) is type(error):
+            if type(pickle.loads(copy)) is type(error):
                 pickled = copy
+                break
     return pickle.dumps((pickled, with_name, describe(error)))
 
 
@@ -314,7 +311,7 @@ def add_note(error: BaseException, note: str) -> None:
         error.__cause__ = cause
 
 
-def _own(error: BaseException, travelled: BaseException, where: str) -> BaseException:
+def _local_exception(error: BaseException, travelled: BaseException, where: str) -> BaseException:
     """Return what this rank raises for its own failure: the same type as on all other ranks."""
     if type(travelled) is not type(error):
         travelled.__cause__ = error

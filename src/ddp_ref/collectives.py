@@ -54,7 +54,8 @@ def reduce_max(values: Mapping[str, V]) -> dict[str, V]:
     A nan on any rank is nan on all ranks. For bools, the result is True if any rank has True.
 
     Args:
-        values: As in reduce_sum, and bool tensors too, but no complex ones: they have no order.
+        values: As in reduce_sum, and bool tensors too, but no complex ones, which have no order,
+            and no uint64 ones, which do not fit int64.
 
     Returns:
         The largest values by name, in the form that reduce_sum describes.
@@ -100,7 +101,8 @@ def reduce_mean(values: Mapping[str, V], count: float = 1) -> dict[str, V]:
 
     Raises:
         ValueError: On all ranks, as in reduce_sum; also if a tensor has integers or bools, whose
-            mean does not fit their dtype, or if a rank passes {} with a count above 1.
+            mean does not fit their dtype, if a count is negative, infinite or nan, or if a rank
+            passes {} with a count above 1.
         TypeError: As in reduce_sum.
     """
     return _reduce(values, "mean", float(count))
@@ -122,8 +124,8 @@ def gather_tensors(tensor: Tensor | None, to_all: bool = False) -> list[Tensor |
     part = None if tensor is None else tensor.detach().resolve_conj().resolve_neg().contiguous()
     # gloo aborts in C++ if shapes differ, so the ranks share their shapes first, and then each
     # part travels on its own.
-    forms = exchange_objects(None if part is None else (part.shape, part.dtype))
-    parts = [move_tensor(part, form, src, to_all) for src, form in enumerate(forms)]
+    specs = exchange_objects(None if part is None else (part.shape, part.dtype))
+    parts = [move_tensor(part, spec, src, to_all) for src, spec in enumerate(specs)]
     return parts if to_all or _rank() == 0 else None
 
 
@@ -154,10 +156,10 @@ def broadcast_object(obj: T, src: int = 0) -> T:
         The object itself on rank `src`, a copy of it on the others.
 
     Raises:
-        ValueError: If there is no rank `src`.
+        ValueError: If `src` is not the integer number of a rank.
     """
     last = _world_size() - 1
-    if src not in range(last + 1):
+    if not (hasattr(src, "__index__") and src in range(last + 1)):  # 0.0 is in the range, too
         raise ValueError(f"src must be a rank of this world, from 0 to {last}, not {src!r}")
     if last == 0:
         return obj
@@ -244,22 +246,22 @@ REDUCERS: dict[Any, Any] = {  # for a pickler's dispatch_table
 
 def exchange_objects(own: T) -> list[T]:
     """Return the small objects that all ranks pass, in rank order (collective)."""
-    every = [own] * _world_size()
-    if len(every) > 1:
-        dist.all_gather_object(every, own, _cpu_group())
-    return every
+    per_rank = [own] * _world_size()
+    if len(per_rank) > 1:
+        dist.all_gather_object(per_rank, own, _cpu_group())
+    return per_rank
 
 
-def move_tensor(own: Any, form: Any, src: int, to_all: bool = False) -> Tensor | None:
+def move_tensor(own: Any, spec: Any, src: int, to_all: bool = False) -> Tensor | None:
     """Send rank `src`'s tensor to rank 0, or to all ranks; return it there, on the CPU, else None.
 
-    Only the ranks that send or receive have to call. `form` is the tensor's shape and dtype, or
+    Only the ranks that send or receive have to call. `spec` is the tensor's shape and dtype, or
     None if there is none. `own` is the tensor, contiguous, on rank `src`, and unused elsewhere.
     """
     sends, receives = _rank() == src, to_all or _rank() == 0
-    if form is None or not (sends or receives):
+    if spec is None or not (sends or receives):
         return None
-    whole = own.cpu() if sends else torch.empty(form[0], dtype=form[1])
+    whole = own.cpu() if sends else torch.empty(spec[0], dtype=spec[1])
     # Not every backend sends every dtype, but all of them send bytes. A tensor of one element is
     # contiguous whatever its stride says, so the stride is set here.
     if whole.numel() and _world_size() > 1 and (to_all or src > 0):
@@ -296,20 +298,20 @@ def _reduce(values: Mapping[str, Any], how: str, count: float = 1) -> dict[str, 
     """Return each value reduced over all ranks; `how` is "sum", "mean", "max" or "min"."""
     kinds = {name: "tensor" if isinstance(v, Tensor) else "number" for name, v in values.items()}
     own = {name: _as_tensor(name, value) for name, value in values.items()}
-    forms, total = _agree({n: (kinds[n], t.dtype, t.shape) for n, t in own.items()}, count)
-    wires = {name: _wire_dtype(name, dtype, how) for name, (_, dtype, _) in forms.items()}
-    results: dict[str, Any] = dict.fromkeys(forms)
-    for wire in dict.fromkeys(wires.values()):  # not a set: its order differs between processes
-        names = [name for name in forms if wires[name] == wire]
-        sizes = [forms[name][2].numel() for name in names]
-        bound = torch.iinfo(wire).max if wire == torch.int64 else math.inf
+    specs, total = _agree({n: (kinds[n], t.dtype, t.shape) for n, t in own.items()}, count)
+    dtypes = {name: _transport_dtype(name, dtype, how) for name, (_, dtype, _) in specs.items()}
+    results: dict[str, Any] = dict.fromkeys(specs)
+    for transport in dict.fromkeys(dtypes.values()):  # a set's order differs between processes
+        names = [name for name in specs if dtypes[name] == transport]
+        sizes = [specs[name][2].numel() for name in names]
+        bound = torch.iinfo(transport).max if transport == torch.int64 else math.inf
         neutral = {"max": -bound - 1, "min": bound}.get(how, 0)  # it changes no result
-        flat = torch.full((sum(sizes),), neutral, dtype=wire, device=_device())
+        flat = torch.full((sum(sizes),), neutral, dtype=transport, device=_device())
         if own and count:  # zero times nan is nan, so a rank without samples adds plain zeros
             flat = torch.cat([own[name].reshape(-1).to(flat) for name in names])
         flat = _all_reduce(flat * count, "sum") / total if how == "mean" else _all_reduce(flat, how)
         for name, part in zip(names, flat.split_with_sizes(sizes), strict=True):
-            kind, dtype, shape = forms[name]
+            kind, dtype, shape = specs[name]
             tensor = part.view(shape).to(own.get(name, part).device, dtype, copy=True)
             results[name] = tensor if kind == "tensor" else tensor.item()
     return results
@@ -318,29 +320,33 @@ def _reduce(values: Mapping[str, Any], how: str, count: float = 1) -> dict[str, 
 def _as_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
-    if not hasattr(value, "__float__"):  # float() would also take a str
-        raise TypeError(f"{name!r} must be a number or a tensor, not {value!r}")
-    return torch.tensor(float(value), dtype=torch.float64)
+    try:  # float() would also take a str
+        return torch.tensor(value.__float__(), dtype=torch.float64)
+    except (AttributeError, TypeError):  # also numpy's, for an array of several numbers
+        raise TypeError(f"{name!r} must be a number or a tensor, not {value!r}") from None
 
 
 def _agree(own: dict[str, Any], count: float) -> tuple[dict[str, Any], float]:
-    """Return the names and forms that the ranks with values pass, and the sum of their counts."""
-    every = exchange_objects((own, count))
-    passed = [form for form, _ in every]
-    forms = next(filter(None, passed), {})
-    if any(form not in ({}, forms) for form in passed):
+    """Return the names and specs that the ranks with values pass, and the sum of their counts."""
+    per_rank = exchange_objects((own, count))
+    specs = next((spec for spec, _ in per_rank if spec), {})
+    if any(spec not in ({}, specs) for spec, _ in per_rank):
+        passed = "; ".join(f"rank {rank}: {spec}" for rank, (spec, _) in enumerate(per_rank))
         raise ValueError(f"ranks must pass the same names, shapes and dtypes, or {{}}: {passed}")
-    for form, samples in every:
-        if samples > 1 and not form:  # 1 is the default
+    for spec, samples in per_rank:
+        if not 0 <= samples < math.inf:
+            raise ValueError(f"count must be at least 0 and finite, not {samples:g}")
+        if samples > 1 and not spec:  # 1 is the default
             raise ValueError(f"values is {{}} but count is {samples:g}: pass the means, or count=0")
-    return forms, sum(samples for form, samples in every if form)
+    return specs, sum(samples for spec, samples in per_rank if spec)
 
 
-def _wire_dtype(name: str, dtype: torch.dtype, how: str) -> torch.dtype:
+def _transport_dtype(name: str, dtype: torch.dtype, how: str) -> torch.dtype:
     """Return the dtype in which a value travels: backends reduce few dtypes, but all these."""
     exact = not (dtype.is_floating_point or dtype.is_complex)
-    if {"sum": dtype == torch.bool, "mean": exact}.get(how, dtype.is_complex):
-        convert = {"sum": "int", "mean": "double"}.get(how, "abs")
+    unordered = dtype.is_complex or dtype == torch.uint64  # a large uint64 is a negative int64
+    if {"sum": dtype == torch.bool, "mean": exact}.get(how, unordered):
+        convert = {"sum": "int", "mean": "double"}.get(how, "abs" if dtype.is_complex else "double")
         raise ValueError(f"cannot take the {how} of {name!r}, a {dtype}: pass its .{convert}()")
     return torch.int64 if exact else torch.complex128 if dtype.is_complex else torch.float64
 

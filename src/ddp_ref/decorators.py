@@ -39,7 +39,8 @@ def on_rank(
     functions, and each rank from one thread at a time. If a rank skips one of several calls of the
     same function, nothing detects it: the rank's next call is matched with the skipped one. The
     work may take longer than the group's timeout. Inside a running body, nested on_rank calls do
-    not communicate: each runs if it lists this rank. Ordinary collectives would deadlock there.
+    not communicate: each runs if it lists this rank. A call from another thread while a body runs
+    counts as nested. Ordinary collectives would deadlock there.
     Without a process group, this process is rank 0 of a world of one.
 
     A call costs 2 (N - 1) small messages per executing rank. The group stays usable after an
@@ -54,7 +55,7 @@ def on_rank(
             pickled, and CUDA tensors in it arrive on the receiver's own device. If it cannot be
             unpickled, the receivers raise.
         max_wait: Stop waiting for other ranks after this time. It does not bound the work itself.
-            Default: wait as long as it takes.
+            None (default): no limit.
         local: `rank` means local ranks, counted on each node in the order of the ranks: the
             function runs on these ranks of every node. Each rank waits for its own node only, and
             an exception is raised on the ranks of that node. A node may leave a local call out if
@@ -104,6 +105,13 @@ def rank_first(rank: int = 0, *, local: bool = False) -> AbstractContextManager[
     Args:
         rank: The rank that goes first.
         local: `rank` means a local rank: this rank of every node goes first on its node.
+
+    Raises:
+        TypeError: If `rank` is not an integer.
+        ValueError: On entering the block, if there is no such rank.
+        RuntimeError: On entering the block, if a rank died, or if the ranks are in different calls.
+        BaseException: If the first rank raises in the block, all ranks raise that exception, as in
+            on_rank. What another rank raises in the block is raised on that rank only.
     """
     caller = sys._getframe(1)
     place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"

@@ -14,10 +14,19 @@ RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 class LaunchInfo:
     """Which rank this process is, out of how many, who started it, and where the ranks meet.
 
-    `master_addr` and `master_port` may be None only if `world_size` is 1.
+    Attributes:
+        launcher: "arguments", "torchrun", "slurm" or "none".
+        rank: This process's number among all ranks, from 0.
+        local_rank: Its number among the ranks of its node, from 0.
+        world_size: How many ranks there are.
+        local_world_size: How many of them are on this node.
+        nnodes: How many nodes they are on.
+        master_addr: Host name or address of rank 0. None only if `world_size` is 1.
+        master_port: The port on that host. None only if `world_size` is 1.
+        reason: Why we think it was this launcher. Error messages quote it.
     """
 
-    launcher: str  # "arguments", "torchrun", "slurm" or "none"
+    launcher: str
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
@@ -25,7 +34,7 @@ class LaunchInfo:
     nnodes: int = 1
     master_addr: str | None = None
     master_port: int | None = None
-    reason: str  # why we think it was this launcher; error messages quote it
+    reason: str
 
     def __post_init__(self) -> None:
         for rank, size in (("rank", "world_size"), ("local_rank", "local_world_size")):
@@ -49,7 +58,8 @@ def detect_launch(
 
     Arguments override variables, and a complete set of torchrun's variables overrides Slurm's. An
     sbatch body and an interactive shell have SLURM_NTASKS > 1 too, but nobody started their other
-    tasks, so only a step with several tasks counts as a distributed launch.
+    tasks, so only a step with several tasks counts as a distributed launch. If `rank` and
+    `world_size` are those of this task of a Slurm step, the step's variables supply the rest.
 
     Args:
         environ: The variables to read. Default: `os.environ`, at the time of the call.
@@ -71,23 +81,23 @@ def detect_launch(
         raise ValueError(f"master_addr must be a host name or address, not {master_addr!r}")
     # A variable that is empty counts as not set.
     environ = {k: v for k, v in (os.environ if environ is None else environ).items() if v}
-    if master_addr is not None:
-        environ["MASTER_ADDR"] = master_addr
-    if master_port is not None:
-        environ["MASTER_PORT"] = str(master_port)
+    master = {"MASTER_ADDR": master_addr, "MASTER_PORT": master_port}
+    environ |= {name: str(value) for name, value in master.items() if value is not None}
     if rank is not None:
         if environ.get("WORLD_SIZE", str(world_size)) != str(world_size):
             # They describe an outer launch with another number of ranks, not this one.
             for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
                 environ.pop(name, None)
+        step = environ.get("SLURM_PROCID"), environ.get("SLURM_STEP_NUM_TASKS")
+        if step == (str(rank), str(world_size)):  # the arguments describe this task of the step
+            environ = step_variables(environ) | environ
         environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         environ.setdefault("LOCAL_RANK", str(rank))
         return _complete(environ, "arguments", "rank and world_size were given as arguments")
     if all_set(environ, RANK_NAMES):
         return _complete(environ, "torchrun", "RANK, LOCAL_RANK and WORLD_SIZE are set")
     if read_int(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
-        reason = "a task of a Slurm step with several tasks"
-        return _complete(step_variables(environ), "slurm", reason)
+        return _complete(step_variables(environ), "slurm", "a Slurm step with several tasks")
     if "SLURM_JOB_ID" not in environ or "MASTER_ADDR" in environ:
         all_set(environ, MASTER_NAMES)  # in a job, MASTER_PORT may come alone, for its steps
     if "SLURM_JOB_ID" in environ:

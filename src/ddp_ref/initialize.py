@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
-from .rendezvous import Rendezvous, refuse_unsafe_restarts
+from .rendezvous import Rendezvous, RendezvousError, refuse_unsafe_restarts
 from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401 - nn_handler's name
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
@@ -27,7 +27,15 @@ SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
 
 
 class DistInfo(NamedTuple):
-    """Which rank this process is, out of how many, and on which device it works."""
+    """Which rank this process is, out of how many, and on which device it works.
+
+    Attributes:
+        distributed: Whether a process group is open.
+        rank: This process's number among all ranks, from 0.
+        local_rank: Its number among the ranks of its node, from 0.
+        world_size: How many ranks there are; 1 without a group.
+        device: The device of this rank: a GPU of its own, or the CPU.
+    """
 
     distributed: bool
     rank: int
@@ -64,8 +72,11 @@ def initialize_ddp(
 ) -> DistInfo:
     """Open the process group that this process was launched for (collective: all ranks call).
 
-    A second call returns the same DistInfo. If this raises, restart all ranks, because a rank that
-    retries alone only waits for the others until its timeout.
+    It also prepares the process. A GPU rank's GPU becomes the current CUDA device. A CPU rank gets
+    its share of the cores as torch's number of threads, unless OMP_NUM_THREADS is set. The group is
+    closed at exit. If a group is already open, a call returns the DistInfo of that group, whatever
+    the arguments say. If this raises, restart all ranks, because a rank that retries alone only
+    waits for the others until its timeout.
 
     Args:
         timeout: Limits this call and every collective. Default: 60 minutes. A shorter timeout
@@ -249,6 +260,7 @@ def _open_groups(rendezvous: Rendezvous, device: torch.device) -> dist.ProcessGr
     )
     if rendezvous.given_up.is_set():  # a peer woke up after the main thread had raised
         dist.destroy_process_group()
+        raise RendezvousError("the main thread has raised")
     side: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=rendezvous.timeout)
     rendezvous.exchange(None)
     # Rank 0 hosts the store, so it must not go on before the others have read what is in it.
@@ -314,7 +326,7 @@ def _agree_on_device(launch: LaunchInfo, gpus: list[str], backend: str | None) -
     if len(seen) > cards:
         problem += f" ({len(seen)} MIG slices of the same cards, which NCCL cannot use together)"
     if backend == "nccl":
-        raise RuntimeError(f'{problem}: backend="nccl" needs one each; start fewer, or use "gloo"')
+        raise RuntimeError(f'{problem}: backend="nccl" needs one GPU per rank; start fewer ranks')
     if launch.rank == 0:
         warnings.warn(
             f"{problem}: running on the CPU; to use CUDA, start one rank per GPU", stacklevel=4
@@ -344,8 +356,8 @@ def _current_device(local_rank: int) -> torch.device:
 def _resolve_device(device: torch.device | str) -> torch.device:
     """Return `device` ("gpu" means "cuda"), or the CPU with a warning if it is not there."""
     wanted = torch.device(device.replace("gpu", "cuda") if isinstance(device, str) else device)
-    module = getattr(torch, wanted.type, None)  # torch.cuda, torch.mps, torch.xpu, ...
-    count = getattr(module, "device_count", lambda: 0)()
+    # The module is torch.cuda, torch.mps, torch.xpu, ...
+    count = getattr(getattr(torch, wanted.type, None), "device_count", lambda: 0)()
     if wanted.type == "cpu" or (wanted.index or 0) < count:
         return wanted
     visible = f"{wanted.type} devices: {count}"

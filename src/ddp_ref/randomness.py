@@ -17,6 +17,10 @@ def seed_everything(seed: int, *parts: int) -> None:
     `seed_everything(seed)` gives all ranks the same random numbers. `seed_everything(seed, rank)`
     gives each rank its own, for dropout. `seed_everything(seed, epoch, index)` gives each sample
     its own, for augmentation.
+
+    Args:
+        seed: Any integer, numpy's and negative ones included.
+        *parts: More integers, such as the rank. Every combination is a seed of its own.
     """
     seed_host(seed, *parts)
     in_worker = torch.utils.data.get_worker_info() is not None  # a DataLoader's: no CUDA there

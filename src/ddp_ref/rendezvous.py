@@ -10,7 +10,6 @@ from __future__ import annotations  # a torch that was built without distributed
 import json
 import os
 import socket
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .environment import LaunchInfo
+from .slurm import read_int
 
 T = TypeVar("T")
 GRACE = 0.5  # seconds past the deadline, so that a rank that knows the cause can report it
@@ -49,7 +49,7 @@ class Rendezvous:
     def __init__(self, launch: LaunchInfo, timeout: timedelta) -> None:
         self.launch, self.timeout = launch, timeout
         self.store: Any = None  # a dist.Store of this opening, once we are connected
-        self._master: Any = (launch.master_addr, launch.master_port)
+        self._master: tuple[Any, Any] = (launch.master_addr, launch.master_port)
         self._key = (*self._master, os.getpid())
         self._deadline = time.monotonic() + timeout.total_seconds()
         self.given_up, self._step_over = Event(), Event()
@@ -64,7 +64,7 @@ class Rendezvous:
             stage: What every rank does in this step. It completes "rank 1 did not ..." in errors.
             step: The function to run. It must end by calling `exchange`.
         """
-        self._stage = stage
+        self._stage = self._reports = stage
         self._step_over.clear()
         result: Future[T] = Future()
 
@@ -86,9 +86,11 @@ class Rendezvous:
         except RendezvousError:
             raise
         except RuntimeError as error:
-            if time.monotonic() < self._deadline:
+            if self._reports == stage and time.monotonic() < self._deadline:
                 raise self._failure(f"could not {stage}: {error}") from error
-            # A timeout of torch's own, which does not say which rank is the cause.
+            # A timeout of torch's own, or a rank that died after its report. torch does not say
+            # which rank is the cause, and the others may still be reading the store.
+            time.sleep(GRACE)
             raise self._late(self._ask_who_is_missing()) from error
         finally:
             del result
@@ -118,47 +120,50 @@ class Rendezvous:
             raise self._late(self._missing(self.store))
         if missing := json.loads(self.store.get(self._stage)):
             raise self._late(missing)
+        # From here on, a rank is missing until it has read the decision, too.
+        self._reports = f"{self._stage}, all seen"
+        self.store.set(f"{self._reports}/{self.launch.rank}", "")
         return [json.loads(text) for text in self.store.multi_get(keys)]
 
     def _wait_for(self, keys: list[str]) -> bool:
         """Return whether all `keys` are in the store before the deadline."""
         pause = 0.001
         while not self.given_up.wait(pause):
-            if self.store.check(keys):
-                return True
-            if time.monotonic() > self._deadline:
-                return False
+            if (found := bool(self.store.check(keys))) or time.monotonic() > self._deadline:
+                return found
             pause = min(2 * pause, 0.25)
         raise RendezvousError("the main thread has raised")  # so this rank must not report success
 
     def _missing(self, store: dist.Store) -> list[int]:
-        """Return the other ranks that have not reached the current stage."""
+        """Return the other ranks that have not come as far as this one in the current stage."""
         others = set(range(self.launch.world_size)) - {self.launch.rank}
-        return [rank for rank in sorted(others) if not store.check([f"{self._stage}/{rank}"])]
+        return [rank for rank in sorted(others) if not store.check([f"{self._reports}/{rank}"])]
 
-    def _ask_who_is_missing(self) -> list[int]:
-        """Return the missing ranks while a step is stuck; none if the store does not answer.
+    def _ask_who_is_missing(self) -> list[int] | None:
+        """Return the missing ranks while a step is stuck, or None if the store does not answer.
 
         The step may be using the store, so this takes a connection of its own. It also takes a
         thread, because the frozen rank may be the one that hosts the store.
         """
-        answer: list[int] = []
+        answer: list[list[int]] = []
 
         def ask() -> None:
-            with suppress(dist.DistError):
+            with suppress(Exception):  # there is no store yet, or it does not answer
                 self.store.set_timeout(timedelta(seconds=ASK_TIMEOUT))
-                answer.extend(self._missing(self.store.clone()))
+                answer.append(self._missing(self.store.clone()))
 
-        if self.store is not None:
-            thread = Thread(target=ask, daemon=True)
-            thread.start()
-            thread.join(ASK_TIMEOUT)
-        return answer
+        thread = Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(ASK_TIMEOUT)
+        return answer[0] if answer else None
 
-    def _late(self, missing: list[int]) -> RendezvousError:
-        problem = "the master does not answer"
-        advice = "check that rank 0, which hosts the store, runs, and that MASTER_PORT is free"
-        if missing:
+    def _late(self, missing: list[int] | None) -> RendezvousError:
+        problem = "all ranks reported, then one stopped answering"
+        advice = "look at the other ranks' output"
+        if missing is None:
+            problem = "the master does not answer"
+            advice = "check that rank 0, which hosts the store, runs, and that MASTER_PORT is free"
+        elif missing:
             problem = f"rank {', '.join(map(str, missing))} did not {self._stage}"
             advice = "look at its output; it must be running, not frozen, and able to reach rank 0"
         return self._failure(f"{problem} (timeout {self.timeout}): {advice}")
@@ -175,26 +180,24 @@ class Rendezvous:
         # torchrun's agent keeps its store when it restarts the ranks, so number the attempts too.
         kept = _agent_has_store(self.launch)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
-        size = self.launch.world_size  # torchrun does not count a change of size as a restart
-        store = dist.PrefixStore(f"ddp_ref/{attempt}/{size}", _stores[self._key])
+        # torchrun does not count a change of size as a restart, so add the size.
+        store = dist.PrefixStore(f"ddp_ref/{attempt}/{self.launch.world_size}", _stores[self._key])
         opening = store.add(f"openings of rank {self.launch.rank}", 1)
         store = dist.PrefixStore(str(opening), store)
         store.set_timeout(self.timeout)
         return store
 
     def _open_store(self) -> dist.TCPStore:
-        host, port = self._master
         if not hosts_store(self.launch):
             self._reach_master()
         try:
             return dist.TCPStore(
-                host,
-                port,
+                *self._master,
                 is_master=hosts_store(self.launch),
                 wait_for_workers=False,
                 multi_tenant=True,
                 timeout=timedelta(seconds=max(self._deadline - time.monotonic(), 1)),
-                use_libuv=sys.platform != "win32",  # torch's Windows builds have no libuv
+                use_libuv=os.name != "nt",  # torch's Windows builds have no libuv
             )
         except dist.DistError as error:
             raise self._failure(f"cannot open the store (MASTER_PORT in use?): {error}") from error
@@ -205,16 +208,14 @@ class Rendezvous:
         while True:
             left = self._deadline - time.monotonic()
             try:
-                socket.create_connection(self._master, max(left, RETRY)).close()
-                return
+                return socket.create_connection(self._master, max(left, RETRY)).close()
             except OSError as error:
                 problem = self._failure(f"cannot reach the master: {error}; check MASTER_ADDR")
-                if left < RETRY or self.given_up.is_set():
+                if left < RETRY or self.given_up.wait(RETRY):
                     raise problem from error
             if time.monotonic() > warn_at:
                 warnings.warn(f"{problem}; still trying", stacklevel=2)
                 warn_at = self._deadline
-            time.sleep(RETRY)
 
 
 def hosts_store(launch: LaunchInfo) -> bool:
@@ -229,9 +230,10 @@ def refuse_unsafe_restarts(launch: LaunchInfo) -> None:
     attempts differently.
 
     Raises:
+        ValueError: If TORCHELASTIC_MAX_RESTARTS is not an integer.
         RuntimeError: If restarts are on, the store is shared, and there are several nodes.
     """
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+    restarts = read_int(os.environ, "TORCHELASTIC_MAX_RESTARTS", 0)
     if restarts and _agent_has_store(launch) and launch.nnodes > 1:
         raise RuntimeError(
             f"--max-restarts={restarts} on several nodes needs a store per attempt (pytorch issue "

@@ -56,8 +56,7 @@ def step_variables(environ: Mapping[str, str]) -> dict[str, str]:
     if "MASTER_ADDR" in environ:  # MASTER_PORT alone is fine: Slurm names the host
         all_set(environ, MASTER_NAMES)
     tasks = environ["SLURM_STEP_NUM_TASKS"]
-    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", tasks)
-    local_tasks, nodes = _tasks_per_node(counts, read_int(environ, "SLURM_NODEID", 0))
+    local_tasks, nodes = _tasks_per_node(environ)
     return {
         "RANK": str(read_int(environ, "SLURM_PROCID")),
         "LOCAL_RANK": str(read_int(environ, "SLURM_LOCALID")),
@@ -76,16 +75,18 @@ def _step_port(environ: Mapping[str, str]) -> int:
     return FIRST_PORT + (97 * job + step) % PORT_COUNT  # 97 steps fit before the next job's ports
 
 
-def _tasks_per_node(counts: str, node: int) -> tuple[int, int]:
-    """Return the tasks on node number `node`, and the number of nodes, from Slurm's `2(x3),1`."""
-    tasks, nodes = 0, 0
+def _tasks_per_node(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the tasks on this node, and the number of nodes, from Slurm's `2(x3),1`."""
+    of_step = "SLURM_STEP_TASKS_PER_NODE" in environ
+    name = "SLURM_STEP_TASKS_PER_NODE" if of_step else "SLURM_TASKS_PER_NODE"
+    counts = environ.get(name, environ["SLURM_STEP_NUM_TASKS"])
+    node, tasks, nodes = read_int(environ, "SLURM_NODEID", 0), 0, 0
     for item in counts.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item)
         if match is None:
-            raise ValueError(f"SLURM_TASKS_PER_NODE must be like 2(x3),1, not {counts!r}: unset it")
+            raise ValueError(f"{name} must be like 2(x3),1, not {counts!r}: unset it")
         first, nodes = nodes, nodes + int(match[2] or 1)
-        if first <= node < nodes:
-            tasks = int(match[1])
+        tasks = int(match[1]) if first <= node < nodes else tasks
     if not tasks:
         raise ValueError(f"SLURM_NODEID={node} has no tasks in {counts!r}: let srun set both")
     return tasks, nodes
@@ -113,7 +114,7 @@ def all_set(environ: Mapping[str, str], names: Sequence[str], required: bool = F
 
 def read_int(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     """Return the variable `name` as an integer; ValueError, with its text, if it is not one."""
-    text = environ.get(name, str(default))
+    text = environ.get(name) or str(default)  # an empty variable counts as not set
     if not re.fullmatch(r"\s*-?[0-9]{1,18}\s*", text):
         raise ValueError(f"{name} must be an integer, not {text!r}")
     return int(text)

@@ -34,7 +34,7 @@ LAUNCH_NAMES = {*RANK_NAMES, *MASTER_NAMES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "G
 LAUNCH_PREFIXES = ("SLURM_", "TORCHELASTIC_", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
 LEAVE = b""  # the request that ends a worker
 DIED = -math.inf  # the time of a worker's death, so that it sorts before all exceptions
-SIMULTANEOUS = 0.25  # seconds to keep collecting failures: a later report may be the real cause
+FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be the real cause
 WAKE = 0.2  # seconds between checks for Ctrl-C, which another thread may have received
 PARENT_CHECK = 1.0  # seconds between a worker's checks that its parent is alive
 
@@ -175,7 +175,7 @@ def run_all(
             with suppress(Empty):
                 worker, answers[worker] = queue.get(timeout=min(left, WAKE))
                 if isinstance(answers[worker], Failure):
-                    deadline = min(deadline, time.monotonic() + SIMULTANEOUS)
+                    deadline = min(deadline, time.monotonic() + FAILURE_WINDOW)
         if any(isinstance(answer, Failure) for answer in answers.values()):
             raise _earliest(answers.values())
         if late := [worker.name for worker in workers if worker not in answers]:
