@@ -129,8 +129,8 @@ class Rendezvous:
         """Return whether all `keys` are in the store before the deadline."""
         pause = 0.001
         while not self.given_up.wait(pause):
-            if (found := bool(self.store.check(keys))) or time.monotonic() > self._deadline:
-                return found
+            if (present := bool(self.store.check(keys))) or time.monotonic() > self._deadline:
+                return present
             pause = min(2 * pause, 0.25)
         raise RendezvousError("the main thread has raised")  # so this rank must not report success
 
