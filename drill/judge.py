@@ -13,7 +13,7 @@ from ddp_ref.training import checkpoint
 Weights = dict[str, torch.Tensor]
 CAUSES = {  # in the words of the rank, or of its launcher
     "kill": "SIGKILL|Killed|exitcode: -9",
-    "stop": "[Tt]imed out|timeout after|did not (arrive|open the group)"
+    "stop": "[Tt]imed out|timeout after|did not (arrive|open the group)|one stopped answering"
     "|the master does not answer|cannot reach the master",
     "pause": "(?!)",  # it must go on
     "interrupt": "SIGINT|nterrupt|sending Ctrl-C|exitcode: -2",
