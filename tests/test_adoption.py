@@ -112,6 +112,10 @@ class Batch:
         ((torch.ones(3, 2), torch.ones(5)), 5),
         ([torch.ones(3, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets of two parts
         ((torch.ones(3, 2), [{"boxes": torch.ones(9, 4)}, {}, {}]), 3),
+        ((torch.ones(2, 2), [torch.zeros(3, 5), torch.zeros(1, 5)]), 2),  # boxes of two images
+        ((torch.ones(2, 2), [torch.zeros(0, 5), torch.zeros(1, 5)]), 2),
+        ((torch.ones(2, 2), [torch.zeros(0, 5), torch.zeros(0, 5)]), 2),
+        ((torch.ones(8, 2), torch.ones(2, 20), torch.ones(8)), 8),  # features, edges, labels
         ((torch.ones(3, 2), torch.ones(())), 3),
         ((torch.ones(3, 2), ["a", "b", "c", "d"]), 4),
         (Batch(), 7),

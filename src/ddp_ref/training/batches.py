@@ -43,7 +43,7 @@ def default_count(batch: Any) -> int:
     """Return the number of samples: of the targets in a pair, else of the batch itself."""
     is_pair = isinstance(batch, list | tuple) and len(batch) == 2
     for part in reversed(batch) if is_pair else [batch]:
-        if (count := _samples_in(part)) is not None:
+        if (count := _samples_in(part, is_pair)) is not None:
             return count
     raise ValueError(
         f"cannot tell how many samples a batch of type {type(batch).__name__} has: pass count= to "
@@ -51,7 +51,7 @@ def default_count(batch: Any) -> int:
     )
 
 
-def _samples_in(value: Any) -> int | None:
+def _samples_in(value: Any, may_be_samples: bool = True) -> int | None:
     if isinstance(value, Tensor):
         return len(value) if value.dim() else None
     if isinstance(graphs := getattr(value, "num_graphs", None), int):  # of PyTorch Geometric
@@ -59,9 +59,13 @@ def _samples_in(value: Any) -> int | None:
     if isinstance(value, Mapping):
         counts = map(_samples_in, value.values())
         return next((count for count in counts if count is not None), None)
-    # default_collate makes a list with one tensor for each part of a target. Detection targets are
-    # a list with one dict per sample, so the length of that list is the count.
+    # default_collate makes a list with one tensor for each part of a target, all of one length.
+    # Detection targets are a list with one dict or tensor per sample, so the length of that list
+    # is the count. The tensors differ in length then, or all are empty.
     parts = value if isinstance(value, list | tuple) else ()
+    lengths = {len(part) for part in parts if isinstance(part, Tensor) and part.dim()}
+    if may_be_samples and (len(lengths) > 1 or lengths == {0}):
+        return len(parts)
     if parts and not isinstance(parts[0], Mapping) and (count := _samples_in(parts[0])) is not None:
         return count
     return len(value) if hasattr(value, "__len__") and not isinstance(value, str) else None
