@@ -162,8 +162,9 @@ def check_ddp_options_reach_ddp_and_the_argument_wins_over_the_variable():
         assert both[0].model.gradient_as_bucket_view and both[0].model.find_unused_parameters
         assert both[0].model.bucket_bytes_cap == 7 * 2**20
         assert not both[1].model.find_unused_parameters
-        with pytest.raises(TypeError, match="no_such_option"):
-            job(ddp_options={"no_such_option": 1})
+    for wrong in ("no_such_option", "device_ids"):  # on one process, too
+        with pytest.raises(TypeError, match=wrong):
+            job(ddp_options={wrong: None})
 
 
 # Existing loaders

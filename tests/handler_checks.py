@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rank_checks import run_checks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint
@@ -545,6 +545,17 @@ def check_a_model_without_gradients_is_only_used():
     if dist.is_initialized():
         with pytest.raises(ValueError, match="already wrapped in DDP"):
             job(model=nn.Sequential(DistributedDataParallel(network())))
+
+
+class Zeros(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.zeros(4), 0)] * 9)
+
+
+def check_ranks_with_other_numbers_of_steps_are_refused():
+    if world_size() > 1:
+        with pytest.raises(ValueError, match=r"steps_per_epoch \(all ranks: 3 or 4\)"):
+            job().set_train_loader(Zeros(), 1, steps_per_epoch=3 + (rank() > 0))
 
 
 def check_ranks_with_other_numbers_of_batches_are_refused():

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from training_job import Points, job
+from training_job import Points, flat, job, network
 
 from ddp_ref import (
     Callback,
@@ -54,6 +54,27 @@ def test_hooks_are_called_in_the_order_of_the_list():
     expected = [("train_start", 0, 0), ("epoch_start", 0, 0), ("step_end", 0, 1)]
     expected += [("step_end", 0, 2), ("epoch_end", 1, 2), ("train_end", 1, 2)]
     assert calls == [(name, *call) for call in expected for name in "ab"]
+
+
+def test_a_checkpoint_is_written_after_what_the_other_callbacks_draw(tmp_path):
+    class Draws(Callback):
+        drawn = ()
+
+        def on_epoch_end(self):
+            self.drawn += (torch.rand(()).item(),)
+
+    def make():
+        draws = Draws()
+        return job(8, 2, callbacks=[Checkpoint(tmp_path), draws], model=network(0.5)), draws
+
+    whole, expected = make()
+    whole.train(2)
+    resumed, draws = make()
+    resumed.load(tmp_path / "step_000000004.pt")
+    with pytest.warns(UserWarning, match="is from a later step"):
+        resumed.train(2)
+    assert draws.drawn == expected.drawn[1:]
+    assert torch.equal(flat(resumed.model), flat(whole.model))
 
 
 class Replays(Callback):

@@ -67,7 +67,7 @@ class Handler:
             To resume within an epoch, they need `state_dict` and `load_state_dict`.
         scheduler: A scheduler that steps once per epoch, or `(scheduler, "step")` for one that
             steps after each optimizer step.
-        callbacks: Hooks that run during training.
+        callbacks: Hooks that run during training, in this order, but a Checkpoint after all others.
         device: Where to train; None for the device that `initialize_ddp` chose.
         use_distributed: False for this process alone, True to require a distributed launch, None
             to find out from the environment.
@@ -87,7 +87,7 @@ class Handler:
     Raises:
         ValueError: If a setting is wrong or the device does not support it, or if the optimizer
             has parameters that are not the model's.
-        TypeError: If `optimizer` is not an optimizer.
+        TypeError: If `optimizer` is not an optimizer, or DDP has no such keyword.
     """
 
     def __init__(
@@ -134,9 +134,8 @@ class Handler:
         )
         self._forward = forward
         #: the model, wrapped in DDP if there are other ranks
-        self.model = move_model(model, self.device)
-        if distributed:
-            self.model = wrap_model(model, self.device, **(ddp_options or {}))
+        wrap = wrap_model if distributed else move_model
+        self.model = wrap(model, self.device, **(ddp_options or {}))
         # For everything but training, because a forward pass of DDP may be collective.
         self._unwrapped = unwrap_model(self.model)
         move_optimizer_state(optimizer)
@@ -176,8 +175,10 @@ class Handler:
         options: dict[str, Any] = self._shard_options(data, loader) | {"seed": self.seed}
         made = train_loader(data, batch_size, **options, **loader)
         batches = TrainBatches(made, self, steps_per_epoch)
-        if steps_per_epoch is None:  # streams of the ranks may differ in length
-            self._check_same(items=length_or_none(made.dataset), batches=length_or_none(made))
+        # Streams of the ranks may differ in length, but not in the number of steps.
+        sized = [made.dataset, made] if steps_per_epoch is None else [None, None]
+        items, length = map(length_or_none, sized)
+        self._check_same(items=items, batches=length, steps_per_epoch=steps_per_epoch)
         if batches.steps_left(0) == 0:
             raise ValueError(
                 f"an epoch has no batch of {made.batch_size} samples: use a smaller batch_size, or "
@@ -434,8 +435,12 @@ class Handler:
     def _all_callbacks(
         self, callbacks: Sequence[Callback], run_dir: str | Path | None
     ) -> list[Callback]:
-        """Return the user's callbacks and ours, which come last to see what the others changed."""
-        ordered = list(callbacks)
+        """Return the user's callbacks and ours, which come last to see what the others changed.
+
+        A Checkpoint comes after all other callbacks of the user's: a resumed run does not call
+        their hooks again, so what these draw and change must be in the file.
+        """
+        ordered = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
         if run_dir is not None and not any(isinstance(c, Checkpoint) for c in ordered):
             ordered.append(Checkpoint(run_dir))
         if self._run_folder:

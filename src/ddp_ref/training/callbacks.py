@@ -14,10 +14,11 @@ from .data import check_count
 class Callback:
     """Take part in `Handler.train`: subclass this and override the hooks you need.
 
-    Every rank calls every hook, in the order of the handler's list, so a hook may make collective
-    calls if all ranks make them. If a hook raises an exception, its process ends at once with its
-    own traceback, and the launcher or the closed connection ends the other ranks. A signal never
-    interrupts a hook: training ends later, after the next summary.
+    Every rank calls every hook, in the order of the handler's list, with each Checkpoint after all
+    others. So a hook may make collective calls if all ranks make them. If a hook raises an
+    exception, its process ends at once with its own traceback, and the launcher or the closed
+    connection ends the other ranks. A signal never interrupts a hook: training ends later, after
+    the next summary.
     """
 
     handler: Any  # the Handler, which sets it when it gets this callback

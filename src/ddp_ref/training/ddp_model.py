@@ -1,5 +1,6 @@
 """Each rank's copy of the model: wrapped in DistributedDataParallel (DDP)."""
 
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,8 +28,9 @@ def wrap_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn
 
     Raises:
         ValueError: If the model already contains DDP.
+        TypeError: If DistributedDataParallel has no such keyword.
     """
-    model = move_model(model, device)
+    model = move_model(model, device, **ddp_options)
     group = dist.is_available() and dist.is_initialized()
     if not group or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
@@ -37,8 +39,12 @@ def wrap_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn
     return DistributedDataParallel(model, device_ids=device_ids, **options)
 
 
-def move_model(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return `model` on `device`; ValueError if it already contains DDP."""
+def move_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn.Module:
+    """Return `model` on `device`, after the checks of `wrap_model`, which one process makes too."""
+    try:
+        inspect.signature(DistributedDataParallel).bind(model, device_ids=None, **ddp_options)
+    except TypeError as error:
+        raise TypeError(f"ddp_options do not fit DistributedDataParallel: {error}") from error
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise ValueError("the model is already wrapped in DDP: pass the model inside it")
     return model.to(device)
