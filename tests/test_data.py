@@ -285,11 +285,33 @@ def test_a_stream_alone_is_read_to_its_end():
         (eval_loader, range(3), 1, {"shuffle": True}, "leave out shuffle"),
         (eval_loader, range(3), 1, {"drop_last": True}, "leave out drop_last"),
         (eval_loader, range(3), 1, {"sampler": range(2)}, "leave out sampler"),
+        *[
+            (eval_loader, DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), size, {}, text)
+            for size in (None, 8)
+            for text in ["each item once, but a list may not: .* and no batch_sampler"]
+        ],
     ],
 )
 def test_what_cannot_be_loaded_exactly_is_refused(loader, dataset, batch_size, options, text):
     with pytest.raises(ValueError, match=text):
         loader(dataset, batch_size, rank=0, world_size=1, **options)
+
+
+@pytest.mark.parametrize("make", [train_loader, eval_loader])
+def test_an_existing_loader_with_workers_may_be_used_without_them(make):
+    existing = DataLoader(
+        range(6),
+        4,
+        num_workers=2,
+        prefetch_factor=3,
+        timeout=5,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    loader = make(existing, num_workers=0, rank=0, world_size=1)
+    assert loader.num_workers == 0 and len(list(loader)) == 2
+    kept = make(existing, num_workers=1, rank=0, world_size=1)
+    assert (kept.prefetch_factor, kept.timeout, kept.persistent_workers) == (3, 5, True)
 
 
 WORKERS = """

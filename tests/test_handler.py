@@ -388,10 +388,11 @@ def test_samples_seen_counts_what_was_drawn_not_what_came_of_it(tmp_path):
     seen.clear()
     handler.train(1)
     assert (handler.step, handler.epoch, len(set(seen))) == (10, 1, 32)
-    handler = job(39, 4)
-    handler.load(tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"cannot go on with .*: use the same data"):
-        handler.train(1)
+    for size, loader in ((39, {}), (40, {"shuffle": False})):
+        handler = job(size, 4, loader=loader)
+        handler.load(tmp_path / "a.pt")
+        with pytest.raises(ValueError, match=r"cannot go on with .*: use the same data, shuffle"):
+            handler.train(1)
 
 
 def test_an_epoch_whose_order_is_not_reproducible_starts_again_with_a_warning(tmp_path):

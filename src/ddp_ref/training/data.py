@@ -4,23 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
 from ..collectives import exchange_objects
 from .loader_workers import Loader
 from .samplers import SeededDataset, ShardSampler, TrainSampler
 
-KEPT = (  # what a rebuilt loader has of the old one
-    *("num_workers", "collate_fn", "pin_memory", "drop_last", "timeout", "worker_init_fn"),
-    *("multiprocessing_context", "prefetch_factor", "persistent_workers"),
-)
+# What a rebuilt loader has of the old one, and what only one with workers can have.
+KEPT = ("num_workers", "collate_fn", "pin_memory", "drop_last", "worker_init_fn")
+OF_WORKERS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 
 
 def train_loader(
@@ -60,7 +53,7 @@ def train_loader(
     dataset = _data_of(data)
     if isinstance(data, DataLoader):
         sampler = data.sampler
-        loader = _options_of(data) | loader
+        loader = _options_of(data, loader)
         batch_size = batch_size or data.batch_size
         if data.batch_sampler is not None and data.batch_size is None:
             loader.setdefault("batch_sampler", data.batch_sampler)
@@ -77,13 +70,8 @@ def train_loader(
         shuffle = None
     else:
         check_count("batch_size", batch_size)
-        loader["sampler"] = TrainSampler(
-            length_of(dataset),
-            rank=rank,
-            world_size=world_size,
-            shuffle=shuffle is not False,
-            seed=seed,
-        )
+        shard = {"rank": rank, "world_size": world_size, "seed": seed}
+        loader["sampler"] = TrainSampler(length_of(dataset), shuffle=shuffle is not False, **shard)
         dataset, shuffle = SeededDataset(dataset, seed, loader.get("collate_fn")), None
         loader["collate_fn"] = _already_collated
     if own != "batch_sampler":
@@ -126,12 +114,15 @@ def eval_loader(
         )
     if isinstance(data, DataLoader):
         whole = SequentialSampler, ShardSampler, TrainSampler, DistributedSampler
-        if not (type(data.sampler) in whole or _is_shuffle(data.sampler)):
+        outer, sampler = data.batch_sampler, data.sampler
+        own = outer if data.batch_size is None and outer is not None else sampler
+        if not (type(own) in whole or _is_shuffle(own)):
+            kind = "batch_sampler" if own is outer else "sampler"
             raise ValueError(
-                f"evaluation uses each item once, but a {type(data.sampler).__name__} may not: "
-                "pass a Subset with these items, and no sampler"
+                f"evaluation uses each item once, but a {type(own).__name__} may not: pass a "
+                f"Subset with these items, and no {kind}"
             )
-        loader, batch_size = _options_of(data) | loader, batch_size or data.batch_size
+        loader, batch_size = _options_of(data, loader), batch_size or data.batch_size
         loader["drop_last"] = False
     check_count("batch_size", batch_size)
     loader["sampler"] = ShardSampler(length_of(dataset), rank=rank, world_size=world_size)
@@ -181,8 +172,8 @@ def _shard(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return own if rank is None else rank, size if world_size is None else world_size
 
 
-def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options to rebuild `loader` with, except its data set and sampler."""
+def _options_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the rebuilt loader, which are those of `loader` unless `given`."""
     kind = type(loader)
     usual = kind._get_iterator in (DataLoader._get_iterator, Loader._get_iterator)
     if not usual or kind.__iter__ is not DataLoader.__iter__:  # PyG's NeighborLoader, for one
@@ -190,10 +181,11 @@ def _options_of(loader: DataLoader[Any]) -> dict[str, Any]:
             f"{kind.__name__} makes its batches in its own __iter__ or _get_iterator, so it cannot "
             "be sharded: pass its data set, or an IterableDataset that yields its batches"
         )
-    options = {name: getattr(loader, name) for name in KEPT}
+    kept = KEPT + (OF_WORKERS if given.get("num_workers", loader.num_workers) else ())
+    options = {name: getattr(loader, name) for name in kept}
     if isinstance(loader.dataset, SeededDataset):
         options["collate_fn"] = loader.dataset.collate_fn
-    return options
+    return options | dict(given)
 
 
 def _data_of(data: Any) -> Any:

@@ -9,8 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +18,7 @@ from torch import Tensor
 from .loss_and_metrics import RunningSums
 
 
-@dataclass(frozen=True)
-class GlobalSummary:
+class GlobalSummary(NamedTuple):
     """What all ranks know together: means over all samples, and whether any rank set a flag."""
 
     means: dict[str, float]

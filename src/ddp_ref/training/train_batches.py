@@ -29,16 +29,18 @@ class TrainBatches:
 
     def __init__(self, loader: DataLoader[Any], handler: Any, steps_per_epoch: int | None) -> None:
         world_size = handler.info.world_size
+        is_stream = isinstance(loader.dataset, IterableDataset)
         if steps_per_epoch is not None:
             check_count("steps_per_epoch", steps_per_epoch)
-        if isinstance(loader.dataset, IterableDataset):
-            if steps_per_epoch is None and world_size > 1:
+            if not is_stream:
                 raise ValueError(
-                    f"an IterableDataset on {world_size} ranks needs steps_per_epoch, because the "
-                    "ranks could have different numbers of batches"
+                    "steps_per_epoch is for an IterableDataset: this data has a length"
                 )
-        elif steps_per_epoch is not None:
-            raise ValueError("steps_per_epoch is for an IterableDataset: this data has a length")
+        elif is_stream and world_size > 1:
+            raise ValueError(
+                f"an IterableDataset on {world_size} ranks needs steps_per_epoch, because the "
+                "ranks could have different numbers of batches"
+            )
         self.loader, self.handler, self.steps_per_epoch = loader, handler, steps_per_epoch
         self._sampler = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
         # A batch sampler without a batch_size counts each of its batches as one sample.
@@ -58,13 +60,14 @@ class TrainBatches:
         Only a TrainSampler can start in the middle of an epoch, at any world size.
 
         Raises:
-            ValueError: If the epoch started with another data set.
+            ValueError: If the epoch started with another data set, or another order of it.
         """
-        data = {"samples": self._sampler.size if self._sampler else None}
+        own = self._sampler
+        data = {"samples": getattr(own, "size", None), "shuffle": getattr(own, "shuffle", None)}
         if state.samples_seen and state.data != data:
             raise ValueError(
                 f"an epoch that started with {state.data} cannot go on with {data}: use the same "
-                "data and sampler, or load a checkpoint from the end of an epoch"
+                "data, shuffle and sampler, or load a checkpoint from the end of an epoch"
             )
         state.data = data
         if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
