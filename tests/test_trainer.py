@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from training_job import Points, accuracy, network
 
-from ddp_ref import Checkpoint, LearningRateMonitor, TrainerDDP, run_ranks
+from ddp_ref import Callback, Checkpoint, LearningRateMonitor, TrainerDDP, run_ranks
 
 LIMIT = timedelta(minutes=4)
 
@@ -194,6 +194,20 @@ def test_results_are_the_means_and_the_spread_over_batches():
         assert len(losses) == 2 and spread > 0
         expected = {"loss": mean, "accuracy": right / count, "loss_std": spread}
         assert results == pytest.approx(expected, rel=1e-6)
+
+
+class Validates(Callback):
+    def on_step_end(self):
+        self.handler.validate()
+
+
+def test_the_spread_is_of_the_validation_at_the_end_of_the_epoch():
+    spreads = []
+    for callbacks in ([], [{"type": Validates}]):
+        trainer = TrainerDDP(0, configuration() | {"callbacks": callbacks})
+        results = trainer.run_training(*trainer.prepare_dataloaders()[:2])[1]
+        spreads.append([row["loss_std"] for row in results])
+    assert spreads[0] == spreads[1] and all(spreads[0])
 
 
 class Drawn(Dataset):

@@ -215,11 +215,11 @@ class _RecordedCriterion(Callback):
             self.losses.append(loss.detach().double())
         return loss
 
-    def on_epoch_start(self) -> None:
-        self.losses.clear()
-
     def on_epoch_end(self) -> None:
-        handler, spread = self.handler, self.spread(together=True)
+        handler = self.handler
+        # Another callback may have validated in the middle of the epoch.
+        self.losses = self.losses[len(self.losses) - len(handler.val_loader or ()) :]
+        spread = self.spread(together=True)
         if handler.val_losses:
             spreads = handler.history.setdefault("val_loss_std", [])
             spreads += [math.nan] * (len(handler.val_losses) - 1 - len(spreads)) + [spread]
