@@ -3,6 +3,7 @@
 Batches of any shape, token counts, existing loaders, streams, metric objects, loops of one's own.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Subset,
-    TensorDataset,
 )
 from training_job import Points, flat, job, network
 
@@ -420,8 +420,21 @@ def check_a_metric_object_without_a_state_is_told_of_on_resume():
 
     job(8 * world_size(), 2, metrics={"f1": Stateless()}, callbacks=[SaveEach()]).train(1)
     resumed = job(8 * world_size(), 2, metrics={"f1": Stateless()})
-    with pytest.warns(UserWarning, match="cover only the rest of this epoch: f1"):
+    with pytest.warns(UserWarning, match="no state_dict, so this epoch's value .* the resume: f1"):
         resumed.load("2.pt")
+
+
+def check_a_rank_without_a_sample_is_an_error_of_all_if_there_are_metric_objects():
+    handler = job(8 * world_size(), 2, metrics={"f1": F1()})
+    handler.set_val_loader(Points(world_size()), 2)
+    assert 0 <= handler.validate()["f1"] <= 1
+    handler.set_val_loader(Points(world_size() - 1), 2)
+    if dist.is_initialized():
+        with pytest.raises(ValueError, match="some ranks have no sample for the metrics f1"):
+            handler.validate()
+    else:
+        assert math.isnan(handler.validate()["f1"])
+    assert_same_on_all_ranks(torch.ones(1))  # the group is usable
 
 
 def check_a_metric_object_must_return_one_number():
@@ -460,7 +473,7 @@ def check_another_device_than_the_groups_is_refused():
     if dist.is_initialized():
         with (
             pytest.MonkeyPatch.context() as patch,
-            pytest.raises(ValueError, match=r"device is meta, but .* open group is cpu"),
+            pytest.raises(ValueError, match=r"device=meta, but rank . of the open group uses cpu"),
         ):
             patch.setattr("ddp_ref.handler._resolve_device", torch.device)
             job(device="meta")
@@ -468,14 +481,14 @@ def check_another_device_than_the_groups_is_refused():
 
 
 def check_freezing_after_wrapping_is_a_warning():
-    handler = job(4 * world_size(), 2)
+    handler = job(4 * world_size(), 2, ddp_options={"find_unused_parameters": True})
     handler.train(1)
     for parameter in handler._unwrapped[0].parameters():
         parameter.requires_grad_(False)
     if dist.is_initialized():
         with pytest.warns(UserWarning, match="requires_grad has changed since DDP wrapped"):
-            handler.loop._check_requires_grad()
-    handler.loop._check_requires_grad()  # once
+            handler.train(2)
+    handler.train(3)  # once
 
 
 class Batched(Dataset):
@@ -511,14 +524,29 @@ def check_a_data_sets_own_getitems_is_used_but_not_a_subsets():
 
 def check_optimizer_state_made_at_construction_is_moved_and_resumed():
     """Adagrad's: only a GPU shows that it is moved; here, that it stays what it was."""
-    model = network()
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
-    handler = Handler(model, optimizer, nn.functional.cross_entropy, device="cpu")
-    sums = [state["sum"] for state in optimizer.state.values()]
-    assert len(sums) == 4 and all((part == 0.5).all() for part in sums)
-    handler.set_train_loader(TensorDataset(torch.randn(8, 4), torch.zeros(8).long()), 2)
-    handler.train(1)
-    assert all((s["sum"] > 0.5).any() for s in list(optimizer.state.values())[-1:])
+    data = Points(8 * world_size())
+
+    def make():
+        model = network()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        handler = Handler(model, optimizer, nn.functional.cross_entropy, device="cpu")
+        handler.set_train_loader(data, 2)
+        return handler
+
+    def sums(handler):
+        return [state["sum"].clone() for state in handler.optimizer.state.values()]
+
+    saved, resumed = make(), make()
+    assert len(sums(saved)) == 4 and all((part == 0.5).all() for part in sums(saved))
+    saved.train(1)
+    saved.save("adagrad.pt")
+    resumed.load("adagrad.pt")
+    assert all((part > 0.5).any() for part in sums(resumed))
+    for handler in (saved, resumed):
+        handler.train(2)
+    assert torch.equal(flat(resumed.model), flat(saved.model))
+    for own, other in zip(sums(resumed), sums(saved), strict=True):
+        assert torch.equal(own, other)
 
 
 def check_an_error_of_a_per_epoch_scheduler_costs_no_epoch():

@@ -1,5 +1,6 @@
 """Real code meets Handler: any batch, exact token means, existing loaders, streams, own loops."""
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from rank_checks import check_passes, checks, on_ranks
 from torch import nn
 from training_job import Points, job, network
 
-from ddp_ref import Checkpoint, Handler
+from ddp_ref import Checkpoint, Handler, run_ranks
 from ddp_ref.training import checkpoint, train_state
 from ddp_ref.training.batches import default_count, detach, inputs_of, move
 from ddp_ref.training.optimizer_step import move_optimizer_state
@@ -48,7 +49,7 @@ def made(**options):
     ("options", "error", "text"),
     [
         ({"optimizer": []}, TypeError, "one torch.optim.Optimizer, not a list: .* own loop"),
-        ({"scheduler": {"scheduler": 1}}, ValueError, r"scheduler must be a scheduler or .*\{"),
+        ({"scheduler": {"scheduler": 1}}, ValueError, r"a scheduler or .*\{.*dict\['scheduler'\]"),
         ({"scheduler": Timm()}, ValueError, r"Timm.step\(\) needs epoch, but Handler calls step"),
         ({"scheduler": (Timm(), "step")}, ValueError, r"Timm.step\(\) needs epoch"),
         (
@@ -127,6 +128,38 @@ class Batch:
 )
 def test_how_many_samples_a_batch_has(batch, count):
     assert default_count(batch) == count
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_metric_object_at_another_world_size_covers_the_rest_of_the_epoch(tmp_path, last):
+    """With a warning; it is NaN if the epoch has no step left."""
+    path, steps = str(tmp_path / "a.pt"), 4
+
+    def save():
+        class Saves(adoption_checks.Callback):
+            def on_step_end(self):
+                if self.handler.step == (steps if last else 1):
+                    self.handler.save(path)
+
+        metrics = {"f1": adoption_checks.F1()}
+        job(16, 2, metrics=metrics, callbacks=[Saves()]).train(1)
+
+    run_ranks(save, nproc=2)
+    handler = job(16, 2, metrics={"f1": Lists()})
+    with pytest.warns(UserWarning, match="saved by another number of ranks, .* resume: f1"):
+        handler.load(path)
+    handler.train(1)
+    (value,) = handler.train_metrics["f1"]
+    assert math.isnan(value) == last and handler.train_losses[0] > 0
+
+
+class Lists(adoption_checks.F1):
+    """As a torchmetrics object with list states: it cannot compute without an update."""
+
+    def compute(self):
+        if not self.counts.any():
+            raise ValueError("No samples to concatenate")
+        return super().compute()
 
 
 class Output(OrderedDict):

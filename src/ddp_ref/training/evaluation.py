@@ -44,7 +44,7 @@ def evaluate(
     with evaluating(model, measure.device, distributed):
         for batch in batches:
             sums.add(measure.count(batch), measure(model, batch))
-    return all_means(sums, measure.device, distributed) | sums.compute()
+    return all_means(sums, measure.device, distributed) | sums.compute(distributed)
 
 
 def outputs_in_order(

@@ -92,7 +92,7 @@ class TrainLoop:
         state, handler = self.state, self.handler
         if not self.optimizer_step.skip_nonfinite:
             check_finite(self.model)
-        state.running = state.running | state.sums.compute()
+        state.running = state.running | state.sums.compute(handler.info.distributed)
         values = {f"train_{name}": value for name, value in state.running.items()}
         if handler.val_loader is not None:
             values |= {f"val_{name}": value for name, value in handler.validate().items()}

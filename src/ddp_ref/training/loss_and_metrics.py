@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..collectives import exchange_objects
 from .batches import CPU, default_count, default_forward, detach, move
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
@@ -38,6 +40,7 @@ class RunningSums:
     ) -> None:
         self.names, self.count, self.objects = list(names), 0, dict(objects or {})
         self.totals = [torch.zeros((), dtype=torch.float64, device=device) for _ in names]
+        self.updated: set[str] = set()  # the objects that have seen a sample
 
     def add(self, count: int, measured: BatchResult) -> None:
         """Add a batch whose means are over `count` samples."""
@@ -48,10 +51,25 @@ class RunningSums:
             total.add_(value, alpha=count)
         for metric in self.objects.values():
             metric.update(measured.outputs, measured.targets)
+        self.updated.update(self.objects)
 
-    def compute(self) -> dict[str, float]:
-        """Return the value of each metric object (collective if they reduce over ranks)."""
-        return {n: _float64_copy(n, m.compute(), CPU).item() for n, m in self.objects.items()}
+    def compute(self, distributed: bool) -> dict[str, float]:
+        """Return the value of each metric object (collective if `distributed`).
+
+        It is NaN if no rank has updated the object, as after a resume at another world size.
+
+        Raises:
+            ValueError: On all ranks, if only some ranks have updated an object. Many objects, such
+                as those of torchmetrics with lists, cannot reduce over ranks then.
+        """
+        every = exchange_objects(self.updated) if distributed and self.objects else [self.updated]
+        if any(updated != self.updated for updated in every):
+            raise ValueError(
+                f"some ranks have no sample for the metrics {', '.join(self.objects)}: use at "
+                "least one sample per rank, or functions instead of metric objects"
+            )
+        values = {n: m.compute() for n, m in self.objects.items() if n in self.updated}
+        return {n: _float64_copy(n, values.get(n, math.nan), CPU).item() for n in self.objects}
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that was added, for a checkpoint."""
@@ -63,11 +81,14 @@ class RunningSums:
         self.count += state["count"]
         for total, value in zip(self.totals, state["totals"], strict=True):
             total += value.to(total.device)
-        for name, saved in state["objects"].items() if with_objects else ():
-            self.objects[name].load_state_dict(move(saved, self.totals[0].device))
-        if self.count and (lost := self.objects.keys() - state["objects"].keys()):
-            what = "metrics without a state_dict cover only the rest of this epoch"
-            warnings.warn(f"{what}: {', '.join(sorted(lost))}", stacklevel=2)
+        saved = state["objects"] if with_objects else {}
+        for name, part in saved.items():
+            self.objects[name].load_state_dict(move(part, self.totals[0].device))
+        self.updated.update(saved if state["count"] else ())
+        if self.count and (lost := ", ".join(sorted(self.objects.keys() - saved.keys()))):
+            why = "have no state_dict" if with_objects else "were saved by another number of ranks"
+            what = f"these metrics {why}, so this epoch's value covers only the steps after the"
+            warnings.warn(f"{what} resume: {lost}", stacklevel=2)
 
 
 class LossAndMetrics:
