@@ -288,7 +288,7 @@ def test_a_stream_alone_is_read_to_its_end():
         *[
             (eval_loader, DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), size, {}, text)
             for size in (None, 8)
-            for text in ["each item once, but a list may not: .* and no batch_sampler"]
+            for text in ["each item once, but a list may not: .* or batch_sampler"]
         ],
     ],
 )

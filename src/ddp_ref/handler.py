@@ -64,7 +64,8 @@ class Handler:
         metrics: By name, functions called like `loss_fn`, each a mean over samples, or objects with
             `update(outputs, targets)`, `compute()` and `reset()`, such as those of torchmetrics.
             `compute` is called once per epoch, returns one number and reduces over ranks itself.
-            To resume within an epoch, they need `state_dict` and `load_state_dict`.
+            Each rank needs at least one sample then. To resume within an epoch, they need
+            `state_dict` and `load_state_dict`, and the same number of ranks.
         scheduler: A scheduler that steps once per epoch, or `(scheduler, "step")` for one that
             steps after each optimizer step.
         callbacks: Hooks that run during training, in this order, but a Checkpoint after all others.
@@ -232,7 +233,8 @@ class Handler:
 
         Raises:
             FloatingPointError: On all ranks, if a loss is not finite.
-            SystemExit: On all ranks with code 143, after SIGTERM or SIGUSR1 and a checkpoint.
+            SystemExit: With code 143 on all ranks, after SIGTERM or SIGUSR1 on any rank, once a
+                checkpoint is saved.
         """
         if self.train_batches is None:
             raise ValueError("there is no training data: call set_train_loader first")
@@ -422,7 +424,7 @@ class Handler:
 
     def _pick_device(self, wanted: torch.device | None) -> torch.device:
         own = self.info.device
-        wrong = f"device is {wanted}, but that of rank {self.rank} in the open group is {own}"
+        wrong = f"device={wanted}, but rank {self.rank} of the open group uses {own}"
         if wanted is None or wanted == torch.device(own.type):  # "cuda" means the rank's own GPU
             wanted = own
         if self.info.distributed:

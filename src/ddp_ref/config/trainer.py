@@ -59,8 +59,7 @@ class TrainerDDP:
         optimizer = _build("training.optimizer", keys, model.parameters())
         scheduler, unused = training["scheduler"], parallel["find_unused_parameters"]
         if scheduler:
-            made = _build("training.scheduler", scheduler, optimizer)
-            scheduler = made, scheduler["every"]
+            scheduler = _build("training.scheduler", scheduler, optimizer), scheduler["every"]
         self._criterion = _RecordedCriterion(self.config["criterion"])
         self.handler = Handler(
             model,

@@ -55,11 +55,7 @@ class EarlyStopping(Callback):
     """
 
     def __init__(
-        self,
-        monitor: str = "val_loss",
-        patience: int = 5,
-        min_delta: float = 0.0,
-        mode: str = "min",
+        self, monitor: str = "val_loss", patience: int = 5, min_delta: float = 0, mode: str = "min"
     ) -> None:
         _check_mode(mode)
         check_count("patience", patience)
@@ -136,11 +132,10 @@ class Checkpoint(Callback):
         self._saved = self._now()
         if self.handler.rank == 0:
             remove_temporary_files(self.folder)
-            later = [path for path in numbered(self.folder) if step_of(path) > self.handler.step]
-            if later:
+            if later := [p for p in numbered(self.folder) if step_of(p) > self.handler.step]:
                 warnings.warn(
-                    f"{later[-1]} is from a later step than this run's {self.handler.step}, and "
-                    "load(folder) would pick it: load it now, or move it away",
+                    f"{later[-1]} is from a later step than this run's {self.handler.step}: call "
+                    "handler.load(folder) before train, or move the file away",
                     stacklevel=2,
                 )
 
@@ -222,7 +217,7 @@ def _monitored(handler: Any, name: str) -> Sequence[float]:
 
 
 def _epochs_since_best(values: Sequence[float], min_delta: float, mode: str) -> int:
-    """Return how many values came since the best one; 0 if the last value is the best."""
+    """Return how many epochs have passed since the best value; 0 if the last value is the best."""
     sign = 1 if mode == "min" else -1
     best, waited = math.inf, 0
     for value in values:

@@ -83,9 +83,8 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged headers can raise any type, also OSError
-            raise DamagedCheckpoint(
-                f"{path} is not a complete checkpoint: {_reason(error)}"
-            ) from error
+            reason = _reason(error)
+            raise DamagedCheckpoint(f"{path} is not a complete checkpoint: {reason}") from error
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{path} has a {type(state).__name__}, but a checkpoint is a dict")
     return state, checksum
@@ -114,10 +113,7 @@ def find(path: str | Path) -> tuple[Path, dict[str, Any], int] | None:
         except DamagedCheckpoint as error:
             warnings.warn(f"{error}: trying the one before it", stacklevel=2)
     if paths:
-        raise DamagedCheckpoint(
-            f"all {len(paths)} checkpoints in {path} are damaged: move them away to start from "
-            "scratch"
-        )
+        raise DamagedCheckpoint(f"all checkpoints in {path} are damaged: move them away to restart")
     return None
 
 

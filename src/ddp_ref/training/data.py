@@ -114,13 +114,11 @@ def eval_loader(
         )
     if isinstance(data, DataLoader):
         whole = SequentialSampler, ShardSampler, TrainSampler, DistributedSampler
-        outer, sampler = data.batch_sampler, data.sampler
-        own = outer if data.batch_size is None and outer is not None else sampler
+        own = (data.batch_size is None and data.batch_sampler) or data.sampler
         if not (type(own) in whole or _is_shuffle(own)):
-            kind = "batch_sampler" if own is outer else "sampler"
             raise ValueError(
                 f"evaluation uses each item once, but a {type(own).__name__} may not: pass a "
-                f"Subset with these items, and no {kind}"
+                "Subset with these items, and no sampler or batch_sampler"
             )
         loader, batch_size = _options_of(data, loader), batch_size or data.batch_size
         loader["drop_last"] = False

@@ -41,10 +41,9 @@ def wrap_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn
 
 def move_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn.Module:
     """Return `model` on `device`, after the checks of `wrap_model`, which one process makes too."""
-    try:
-        inspect.signature(DistributedDataParallel).bind(model, device_ids=None, **ddp_options)
-    except TypeError as error:
-        raise TypeError(f"ddp_options do not fit DistributedDataParallel: {error}") from error
+    known = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"}
+    if unknown := ", ".join(ddp_options.keys() - known):
+        raise TypeError(f"ddp_options may not have {unknown}: use {', '.join(sorted(known))}")
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise ValueError("the model is already wrapped in DDP: pass the model inside it")
     return model.to(device)

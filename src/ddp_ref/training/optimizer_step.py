@@ -24,7 +24,6 @@ class OptimizerStep:
         clip_norm: Upper bound for the norm of the gradients, or None.
         precision: "fp32", "bf16" or "fp16".
         on_nonfinite: "raise", or "skip" to leave out steps with non-finite gradients.
-
         distributed: Whether there are other ranks. The constructor is then collective.
 
     Raises:
@@ -126,8 +125,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     if others := sum(id(parameter) not in own for parameter in given):
         raise ValueError(
             f"{others} of the optimizer's {len(given)} parameters are not the model's, so they "
-            "would be neither averaged over the ranks nor saved: create the optimizer from "
-            "model.parameters(), and make everything that is trained a part of the model"
+            "are neither averaged nor saved: make everything that is trained a part of the model"
         )
 
 
@@ -148,7 +146,8 @@ def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
     step = getattr(pair[0], "step", None)
     if len(pair) != 2 or pair[1] not in ("step", "epoch") or not callable(step):
         raise ValueError(
-            f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r:.100}'
+            f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r:.100} (for a '
+            "Lightning dict pass dict['scheduler'])"
         )
     if isinstance(pair[0], ReduceLROnPlateau):
         if pair[1] == "step":
@@ -158,8 +157,7 @@ def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
     if needed := [p.name for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
         raise ValueError(
             f"{type(pair[0]).__name__}.step() needs {', '.join(needed)}, but Handler calls step() "
-            "without arguments: use one of torch's schedulers, such as SequentialLR, or step yours "
-            "in a Callback"
+            "without arguments: use one of torch's schedulers, or step yours in a Callback"
         )
     return pair
 

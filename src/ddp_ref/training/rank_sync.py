@@ -104,7 +104,7 @@ def _add_up(names: Sequence[str], ranks: Tensor) -> GlobalSummary:
 
 
 class WindowCount:
-    """How many samples the gradient of one optimizer step is a mean over.
+    """The number of samples over which one optimizer step averages its gradient.
 
     DDP averages the ranks' gradients as if all ranks had the same count. If counts may differ, the
     ranks sum them while the forward pass runs, and each rank scales its loss so that DDP's average

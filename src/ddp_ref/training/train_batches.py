@@ -101,9 +101,9 @@ class TrainBatches:
     def steps_left(self, samples_seen: int) -> int | None:
         """Return how many steps of the epoch are left; None if the data has no length."""
         accumulate = self.handler.accumulate
-        batches = length_or_none(self.loader)  # with a TrainSampler, those after its start
-        if self.steps_per_epoch is not None:
-            batches = self.steps_per_epoch * accumulate
+        steps = self.steps_per_epoch
+        # With a TrainSampler, a loader's length is the number of batches after its start.
+        batches = length_or_none(self.loader) if steps is None else steps * accumulate
         if batches is None:
             return None
         start = self._sampler.samples_seen if self._sampler else 0
