@@ -326,7 +326,7 @@ def _agree_on_device(launch: LaunchInfo, gpus: list[str], backend: str | None) -
     if len(seen) > cards:
         problem += f" ({len(seen)} MIG slices of the same cards, which NCCL cannot use together)"
     if backend == "nccl":
-        raise RuntimeError(f'{problem}: backend="nccl" needs one GPU per rank; start fewer ranks')
+        raise RuntimeError(f'{problem}: nccl needs one per rank; start fewer ranks or use "gloo"')
     if launch.rank == 0:
         warnings.warn(
             f"{problem}: running on the CPU; to use CUDA, start one rank per GPU", stacklevel=4
