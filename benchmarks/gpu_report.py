@@ -49,12 +49,12 @@ def parts(gpus: int, rounds: int) -> list[Part]:
     at_once = ["-n", "3"] if find_spec("xdist") else []  # each test starts processes, and waits
     testing = ("pytest", "psutil", "numpy", "cloudpickle", "sklearn", "yaml")
     return [
-        Part("Doctor", ("numpy", "cloudpickle"), 65, ["-m", "ddp_ref", "doctor"]),
+        Part("Doctor", ("numpy", "cloudpickle"), 95, ["-m", "ddp_ref", "doctor"]),
         Part("Waits", ("numpy",), 40, [*torchrun, check], 1),
         # On two GPUs, because more processes take longer to start.
-        Part("Tests", testing, 245, [*tests, *at_once], 1, most_gpus=2),
+        Part("Tests", testing, 215, [*tests, *at_once], 1, most_gpus=2),
         Part("Ranks", testing, 60, [*tests, "-k", "test_on_ranks"], 1),
-        Part("Speed", ("numpy", "cloudpickle", "scipy"), 140, [bench, "gpu", f"--rounds={rounds}"]),
+        Part("Speed", ("numpy", "cloudpickle", "scipy"), 135, [bench, "gpu", f"--rounds={rounds}"]),
     ]
 
 

@@ -234,7 +234,7 @@ def test_the_newest_whole_one_is_taken(tmp_path):
     (tmp_path / "step_9.pt").write_text("no")
     with (
         pytest.warns(UserWarning),
-        pytest.raises(DamagedCheckpoint, match=r"all 3 checkpoints .* move them away"),
+        pytest.raises(DamagedCheckpoint, match=r"all checkpoints .* move them away"),
     ):
         checkpoint.find(tmp_path)
 
