@@ -36,7 +36,8 @@ def _fail() -> str:
 def judge(seen: list[tuple[int, Any, str]]) -> str | None:
     (first, result, raised), (second, other_result, other_raised) = seen
     if (first, second) != (1, 0):
-        return f"rank 0 did the work {first} times and rank 1 {second} times: only rank 0 should"
+        counts = f"{first} on rank 0, {second} on rank 1"
+        return f"calls of the work: {counts}. It should run once, on rank 0"
     if raised != "FileNotFoundError":
         return f"the work raised FileNotFoundError on rank 0, but there you raise {raised}"
     if other_raised == "nothing":
