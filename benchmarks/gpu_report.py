@@ -45,16 +45,17 @@ def parts(gpus: int, rounds: int) -> list[Part]:
     """Return the parts. With ENDING for each, their time limits add up to less than 10 minutes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     check, bench = (str(ROOT / "benchmarks" / name) for name in ("sync_check.py", "bench.py"))
-    tests = [*PYTEST, *(str(ROOT / "tests" / f"test_{name}.py") for name in ("gpu", "sanity"))]
-    at_once = ["-n", "3"] if find_spec("xdist") else []  # each test starts processes, and waits
+    gpu_tests, sanity = (str(ROOT / "tests" / f"test_{name}.py") for name in ("gpu", "sanity"))
+    tests = [*PYTEST, gpu_tests, sanity, *(["-n", "3"] if find_spec("xdist") else [])]
+    on_ranks = [*PYTEST, gpu_tests, "-k", "test_on_ranks"]
     testing = ("pytest", "psutil", "numpy", "cloudpickle", "sklearn", "yaml")
     return [
         Part("Doctor", ("numpy", "cloudpickle"), 95, ["-m", "ddp_ref", "doctor"]),
         Part("Waits", ("numpy",), 40, [*torchrun, check], 1),
         # On two GPUs, because more processes take longer to start.
-        Part("Tests", testing, 215, [*tests, *at_once], 1, most_gpus=2),
-        Part("Ranks", testing, 60, [*tests, "-k", "test_on_ranks"], 1),
-        Part("Speed", ("numpy", "cloudpickle", "scipy"), 135, [bench, "gpu", f"--rounds={rounds}"]),
+        Part("Tests", testing, 190, tests, 1, most_gpus=2),
+        Part("Ranks", testing, 70, on_ranks, 1),
+        Part("Speed", ("numpy", "cloudpickle", "scipy"), 150, [bench, "gpu", f"--rounds={rounds}"]),
     ]
 
 
