@@ -255,7 +255,8 @@ def test_the_check_of_all_weights_waits_once(tmp_path):
 def test_mig_slices_of_one_card_run_on_the_cpu(tmp_path):
     """They have different UUIDs but share a PCI address, so NCCL refuses to connect them."""
     (tmp_path / "ranks.py").write_text(
-        "from ddp_ref import initialize_ddp; print(initialize_ddp().device)"
+        "import sys; from ddp_ref import initialize_ddp; "
+        r"sys.stdout.write(f'{initialize_ddp().device}\n')"  # print would write twice
     )
     env = {"FAKE_MIG": "1", "FAKE_GPUS": "2"}
     ended = run(*torchrun(2, tmp_path / "ranks.py"), cwd=tmp_path, env=env)
