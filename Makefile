@@ -128,13 +128,13 @@ docs: $(READY)  ## build the site: build/site/index.html
 test-site: $(READY)  ## load every page of the site in a browser: needs Chromium
 	$(BIN)/python -m pytest -m site -n 0 $(ARGS)
 
-test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 12 minutes
+test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and munge, 7 to 11 minutes
 	$(BIN)/python -m pytest -m slurm -n 3 $(ARGS)
 
 fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a GPU (0.5 GB, Linux)
 	tests/fakegpu/build.sh $(FAKEGPU) $(BIN)/python
 
-test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 5 minutes
+test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 8 minutes
 	@for gpus in 1 2 4; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
 		$(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
 
