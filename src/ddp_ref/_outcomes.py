@@ -12,6 +12,7 @@ returns before all ranks have called.
 """
 
 import atexit
+import math
 import pickle
 import time
 import traceback
@@ -122,7 +123,7 @@ class Call:
         threads = [Thread(target=self._ask, args=(r, mine), daemon=True) for r in self.executors]
         outcomes: dict[int, Outcome] = {}
         problems: dict[int, str] = {}
-        longest = (self.max_wait or FOREVER).total_seconds()
+        longest = self.max_wait.total_seconds() if self.max_wait else math.inf
         now = time.monotonic()
         look_at, deadline = now + MISMATCH_CHECK_AFTER, now + longest
         try:
@@ -139,7 +140,7 @@ class Call:
                 if now > look_at:
                     # The store may be hosted by a frozen rank, so this needs a thread as well.
                     Thread(target=self._look_for_other_calls, daemon=True).start()
-                    look_at += longest  # past the deadline: once is enough
+                    look_at = math.inf
         finally:
             self.over.set()
             if set(self.executors) - outcomes.keys():

@@ -148,7 +148,7 @@ class Rendezvous:
         answer: list[list[int]] = []
 
         def ask() -> None:
-            with suppress(Exception):  # there is no store yet, or it does not answer
+            with suppress(AttributeError, dist.DistError):  # no store yet, or no answer from it
                 self.store.set_timeout(timedelta(seconds=ASK_TIMEOUT))
                 answer.append(self._missing(self.store.clone()))
 
