@@ -119,8 +119,7 @@ test-docs: $(READY)  ## run the code fences of the README and of docs/, and comp
 	$(BIN)/python -m pytest README.md docs $(ARGS)
 
 test-notebooks: $(READY)  ## run the notebooks and compare their outputs, and the exercises' hints; 07 after slurm-up
-	$(BIN)/python -m pytest --nbval -n 2 notebooks $(ARGS)
-	$(BIN)/python -m pytest -m exercises $(ARGS)
+	$(BIN)/python -m pytest --nbval notebooks tests/test_exercises.py $(ARGS)
 
 docs: $(READY)  ## build the site: build/site/index.html
 	$(BIN)/sphinx-build -q -W --keep-going -c docs -b html . $(SITE) $(ARGS)
