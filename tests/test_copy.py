@@ -148,6 +148,7 @@ def modules():
         yield f"{name}.py", CORE[:index]
     for name, above in TOP.items():
         yield f"{name}.py", above
+    yield "__init__.pyi", TOP["__init__"]
     for folder, above in FOLDERS.items():
         for path in sorted((PACKAGE / folder).glob("*.py")):
             yield f"{folder}/{path.name}", [*above, folder]
@@ -182,7 +183,7 @@ def test_what_pip_installs_has_the_package_and_the_data(tmp_path):
     (wheel,) = tmp_path.glob("ddp_ref-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {f"ddp_ref/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
-    assert files | {"datautils.py", "ddp_ref/py.typed"} <= names
+    assert files | {"datautils.py", "ddp_ref/py.typed", "ddp_ref/__init__.pyi"} <= names
 
 
 BUDGETS = {  # lines of code, a tenth above the design's; docstrings and comments are free
