@@ -135,7 +135,7 @@ fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a 
 
 test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 8 minutes
 	@for gpus in 1 2 4; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
-		$(BIN)/python -m pytest -m gpu tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
+		$(BIN)/python -m pytest -m gpu -n 4 tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
 
 gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md; installs nothing
 	$(PYTHON) benchmarks/gpu_report.py $(ARGS)
