@@ -1,6 +1,7 @@
 """The notebooks keep their form: paired, executed, short, every hunk and figure explained."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import jupytext
 import nbformat
 import pytest
 from harness import ROOT
+from lesson import hide_gpus
 from lesson.sources import changed_lines, diff_text, find_hunks
 
 import ddp_ref
@@ -25,7 +27,7 @@ DIFFS = {
 }
 SCRIPTS = {"01": "single_gpu.py", "15": "char_gpt.py"}
 SCRIPTS |= {number: new for number, (_, new) in DIFFS.items()}
-ON_GPUS = ["02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13"]
+ON_GPUS = ["01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13"]
 CARD = ["The question", "Afterwards you can", "You need", "Time"]
 
 
@@ -184,6 +186,16 @@ def test_the_script_is_included_and_run(number):
     assert re.search(
         rf'shell\(\s*f?"[^"]*scripts/{SCRIPTS[number]}', text_of(code_cells(name), "code")
     )
+
+
+def test_one_switch_shows_the_gpus_to_the_chapters(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("DDP_COURSE_GPUS", "1")
+    hide_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    monkeypatch.delenv("DDP_COURSE_GPUS")
+    hide_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_every_part_of_the_package_is_named():

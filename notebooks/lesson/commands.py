@@ -17,8 +17,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def hide_gpus() -> None:
-    """Let this notebook, and all that it starts, see no GPU: its outputs are then the same."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    """Hide the GPUs from this notebook and all that it starts, so that its outputs are the same.
+
+    DDP_COURSE_GPUS=1 leaves them visible, for readers who want to run the chapters on GPUs.
+    """
+    if os.environ.get("DDP_COURSE_GPUS") != "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def scratch_folder() -> Path:

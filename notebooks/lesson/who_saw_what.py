@@ -5,12 +5,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from .palette import RANKS
+
 Epoch = list[list[int]]  # of each rank: the samples it drew, in order
-COLORS = ["#56b4e9", "#e69f00", "#d9d9d9", "#f0e442", "#cc79a7", "#009e73"]
 
 
 def draw_who_saw_what(cases: dict[str, list[Epoch]]) -> Figure:
-    """Draw a panel a case: a row an epoch, a column a sample, in it the rank that saw it."""
+    """Draw one panel per case: a row per epoch, a column per sample, and which rank drew it."""
     figure, panels = plt.subplots(1, len(cases), figsize=(8, 2.7), squeeze=False)
     for axes, (title, epochs) in zip(panels[0], cases.items(), strict=True):
         for row, epoch in enumerate(epochs):
@@ -21,7 +22,7 @@ def draw_who_saw_what(cases: dict[str, list[Epoch]]) -> Figure:
         axes.set_ylim(len(epochs) - 0.5, -0.5)
     panels[0][0].set_ylabel("epoch")
     ranks = len(next(iter(cases.values()))[0])
-    keys = [Patch(fc=COLORS[rank], ec="black", label=f"rank {rank}") for rank in range(ranks)]
+    keys = [Patch(fc=RANKS[rank], ec="black", label=f"rank {rank}") for rank in range(ranks)]
     keys.append(Patch(fc="white", ec="black", hatch="////", label="again: padding"))
     figure.legend(handles=keys, loc="lower center", ncols=len(keys), bbox_to_anchor=(0.5, -0.12))
     figure.tight_layout()
@@ -40,6 +41,6 @@ def _draw_epoch(axes: Axes, row: int, epoch: Epoch) -> None:
             left = sample - 0.5 + place * width
             hatch = "////" if place else None
             corner = (left, row - 0.5)
-            axes.add_patch(Rectangle(corner, width, 1, fc=COLORS[rank], ec="black", hatch=hatch))
-            box = {"facecolor": COLORS[rank], "edgecolor": "none", "pad": 0.8}
+            axes.add_patch(Rectangle(corner, width, 1, fc=RANKS[rank], ec="black", hatch=hatch))
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
             axes.text(left + width / 2, row, str(rank), ha="center", va="center", bbox=box)

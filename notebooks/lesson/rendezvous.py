@@ -1,4 +1,4 @@
-"""Ranks that try to meet: all begin at the same moment, and every run has the same errors."""
+"""Helpers for a rendezvous that fails: a common start, stable error texts, and the figure."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from .swimlane import Event, draw_swimlanes
 def wait_for_all() -> None:
     """Return when every rank of this run is here, so that a late process cannot change the result.
 
-    The ranks meet as `run_ranks` planned. Then the group is closed, and they may try another way.
+    The ranks form a group as `run_ranks` planned, and close it. Then they may try another way.
     """
     dist.init_process_group("gloo")
     dist.barrier()
@@ -30,8 +30,8 @@ def error_text(error: Exception) -> str:
     return re.sub(r"after \d+ seconds", "after N seconds", text)
 
 
-def draw_meetings(runs: Mapping[str, Sequence[Sequence[Event]]]) -> Figure:
-    """Draw one panel per meeting (title -> events by process).
+def draw_rendezvous(runs: Mapping[str, Sequence[Sequence[Event]]]) -> Figure:
+    """Draw one panel per rendezvous (title -> events by process).
 
     The lanes are called processes, not ranks, because two of them may claim the same rank.
     """
