@@ -48,7 +48,7 @@ class RankSync:
         numbers = (sums.count, self.stop, bool(self.signals))
         self.stop = False
         # Filled on the GPU: copying them there would wait for it.
-        own = torch.stack([*(sums.totals[0].new_full((), n) for n in numbers), *sums.totals])
+        own = torch.cat([*(sums.totals.new_full((1,), n) for n in numbers), sums.totals])
         flat, work = own, None
         if self.distributed:
             # A few numbers cost latency, not bandwidth: gloo's all-gather goes around its ring
@@ -67,7 +67,12 @@ class RankSync:
             return None
         (names, host, wait, _in_use), self._pending = self._pending, None
         wait()
-        return _add_up(names, host)
+        # Python adds the numbers in rank order, so every rank gets the same bits.
+        count, stop, signalled, *sums = [sum(column) for column in zip(*host.tolist(), strict=True)]
+        named = zip(names, sums, strict=True)
+        means = {name: total / count if count else math.nan for name, total in named}
+        # sums[0] is the loss; the rest are metrics. A sum that was non-finite once stays so.
+        return GlobalSummary(means, not math.isfinite(sums[0]), stop > 0, signalled > 0)
 
     def _to_host(self, own: Tensor, ranks: Tensor, work: dist.Work | None) -> tuple[Tensor, Any]:
         """Return `ranks` on the CPU, and the function that waits until its values are there.
@@ -93,14 +98,6 @@ def all_means(sums: RunningSums, device: torch.device, distributed: bool) -> dic
     sync = RankSync(device, distributed)
     sync.start(sums)
     return sync.finish().means  # type: ignore[union-attr]  # not None after `start`
-
-
-def _add_up(names: Sequence[str], ranks: Tensor) -> GlobalSummary:
-    # Python adds the numbers in rank order, so every rank gets the same bits.
-    count, stop, signalled, *sums = [sum(column) for column in zip(*ranks.tolist(), strict=True)]
-    means = {n: total / count if count else math.nan for n, total in zip(names, sums, strict=True)}
-    # sums[0] is the loss; the rest are metrics. A sum that was non-finite once stays so.
-    return GlobalSummary(means, not math.isfinite(sums[0]), stop > 0, signalled > 0)
 
 
 class WindowCount:
