@@ -189,9 +189,9 @@ BUDGETS = {  # lines of code, a tenth above the design's; docstrings and comment
     "core": ([f"{name}.py" for name in CORE if name != "randomness"], 1045),
     "workers": (["workers/*.py"], 385),
     "doctor": (["doctor.py"], 198),
-    "handler": (["handler.py"], 270),
-    "training": (["training/*.py"], 1540),
-    "config": (["config/*.py"], 440),
+    "handler": (["handler.py"], 245),
+    "training": (["training/*.py"], 1532),
+    "config": (["config/*.py"], 438),
 }
 
 
@@ -200,7 +200,7 @@ def test_the_package_stays_small(patterns, limit):
     files = [file for pattern in patterns for file in sorted(PACKAGE.glob(pattern))]
     lines = {file.name: lines_of_code(file.read_text()) for file in files}
     assert 0 < sum(lines.values()) <= limit, lines
-    assert max(lines.values()) <= (270 if "handler.py" in lines else 250), lines
+    assert max(lines.values()) <= 250, lines
 
 
 def test_lines_of_code_are_counted_without_docstrings_and_comments():

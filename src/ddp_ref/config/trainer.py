@@ -82,11 +82,10 @@ class TrainerDDP:
         `len(loader.dataset)` is the size of the whole split.
         """
         train_set, val_set, test_set = self._datasets()
-        shard: dict[str, Any] = {"rank": self.info.rank, "world_size": self.info.world_size}
         order = {name: self.config["training"][name] for name in ("seed", "drop_last")}
         return (
-            train_loader(train_set, **shard, **order, **self._loading("training")),
-            eval_loader(val_set, **shard, **self._loading("validation")),
+            train_loader(train_set, **order, **self._loading("training")),
+            eval_loader(val_set, **self._loading("validation")),
             eval_loader(test_set, rank=0, world_size=1, **self._loading("testing")),
         )
 

@@ -60,7 +60,7 @@ class RunningSums:
 
         Raises:
             ValueError: On all ranks, if only some ranks have updated an object of torchmetrics
-                that collects lists. It would wait forever for the list of a rank that has none.
+                that collects lists, which cannot be gathered from a rank that has none.
         """
         every = exchange_objects(self.updated) if distributed and self.objects else [self.updated]
         values = {}

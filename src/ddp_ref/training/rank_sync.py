@@ -30,9 +30,6 @@ class GlobalSummary(NamedTuple):
 class RankSync:
     """Share the sums and flags of all ranks: `start` a summary, `finish` it later."""
 
-    stop: bool  #: whether this rank asks all ranks to stop
-    signals: list[int]  #: which signals this rank has received
-
     def __init__(self, device: torch.device, distributed: bool) -> None:
         self.device, self.distributed = device, distributed
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -40,7 +37,8 @@ class RankSync:
 
     def reset(self) -> None:
         """Drop flags and a pending summary that an exception may have left behind."""
-        self.stop, self.signals = False, []
+        self.stop = False  #: whether this rank asks all ranks to stop
+        self.signals: list[int] = []  #: which signals this rank has received
         self._pending: tuple[Any, Tensor, Any, Any] | None = None
 
     def start(self, sums: RunningSums) -> None:
