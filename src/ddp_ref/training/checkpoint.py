@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives import broadcast_object, reduce_sum
+from ..collectives import broadcast_object, exchange_objects
 from ..decorators import on_rank
 from .batches import CPU, move
 from .ddp_model import unwrap_model
@@ -124,15 +124,18 @@ def find_on_all_ranks(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     node with a disk of its own, rank 0 sends the file's bytes, part by part.
     """
     newest = on_rank(0)(find)(path)  # None on the other ranks
-    file, checksum = broadcast_object((newest[0], newest[2]) if newest else (None, None))
-    if file is None:
+    chosen = broadcast_object((newest[0], newest[2]) if newest else None)
+    if chosen is None:
         return None
-    state, own = newest[1:] if newest else ({}, None)
-    if newest is None:
+    file, checksum = chosen
+    if newest:
+        state, own = newest[1:]
+    else:
+        state, own = {}, None
         with suppress(OSError, DamagedCheckpoint):
             state, own = _read(file)
     missing = own != checksum
-    if reduce_sum({"missing": float(missing)})["missing"]:
+    if any(exchange_objects(missing)):
         content = _broadcast_bytes(file, keep=missing)
         if missing:
             state = torch.load(content, map_location="cpu", weights_only=True)

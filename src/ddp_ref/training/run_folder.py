@@ -74,7 +74,7 @@ class RunFolder(Callback):
             warnings.warn(str(error), stacklevel=2)
 
 
-def write_history(history: Mapping[str, Sequence[float]], path: str | Path) -> None:
+def write_history(history: History, path: str | Path) -> None:
     """Write one row per epoch and one column per list of `history`; short lists start later."""
     last = max(map(len, history.values()), default=0)
     columns = [[""] * (last - len(values)) + [*values] for values in history.values()]
