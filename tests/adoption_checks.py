@@ -424,16 +424,41 @@ def check_a_metric_object_without_a_state_is_told_of_on_resume():
         resumed.load("2.pt")
 
 
-def check_a_rank_without_a_sample_is_an_error_of_all_if_there_are_metric_objects():
-    handler = job(8 * world_size(), 2, metrics={"f1": F1()})
-    handler.set_val_loader(Points(world_size()), 2)
-    assert 0 <= handler.validate()["f1"] <= 1
-    handler.set_val_loader(Points(world_size() - 1), 2)
+class Collects(nn.Module):
+    """A metric object that collects lists, as torchmetrics' AUROC does."""
+
+    def __init__(self):
+        super().__init__()
+        self.f1, self.metric_state = F1(), {"outputs": []}
+
+    def update(self, outputs, targets):
+        self.metric_state["outputs"].append(outputs)
+        self.f1.update(outputs, targets)
+
+    def reset(self):
+        self.metric_state["outputs"].clear()
+        self.f1.reset()
+
+    def compute(self):
+        return self.f1.compute()
+
+
+def check_a_rank_without_a_sample_is_an_error_of_all_only_if_a_metric_collects_lists():
+    f1 = job(8 * world_size(), 2, metrics={"f1": F1()})
+    lists = job(8 * world_size(), 2, metrics={"lists": Collects()})
+    for handler, name in ((f1, "f1"), (lists, "lists")):
+        handler.set_val_loader(Points(world_size()), 2)
+        assert 0 <= handler.validate()[name] <= 1
+    data = Points(world_size() - 1)
+    for handler in (f1, lists):
+        handler.set_val_loader(data, 2)
     if dist.is_initialized():
-        with pytest.raises(ValueError, match="some ranks have no sample for the metrics f1"):
-            handler.validate()
+        expected = f1_of(f1._unwrapped, data)
+        assert f1.validate()["f1"] == pytest.approx(expected, rel=1e-12, nan_ok=True)
+        with pytest.raises(ValueError, match="some ranks have no sample for metric 'lists'"):
+            lists.validate()
     else:
-        assert math.isnan(handler.validate()["f1"])
+        assert math.isnan(f1.validate()["f1"]) and math.isnan(lists.validate()["lists"])
     assert_same_on_all_ranks(torch.ones(1))  # the group is usable
 
 

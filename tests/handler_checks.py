@@ -200,9 +200,27 @@ def check_outputs_of_two_kinds_are_refused_on_all_ranks():
             return outputs if len(outputs) > 1 else list(outputs)
 
     handler = job(4 * world_size(), 2, model=Two(4, 2))
-    with pytest.raises(ValueError, match="tensors for some batches and something else for others"):
+    with pytest.raises(ValueError, match="must have rows of one shape and dtype, or all be lists"):
         handler.predict(Points(3 * world_size()), 2)
     assert_same_on_all_ranks(torch.ones(1))  # the group is usable
+
+
+def check_rows_of_two_shapes_or_dtypes_are_refused_on_all_ranks():
+    class Differs(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            self.calls += 1
+            if rank() or self.calls == 1:
+                return outputs
+            return outputs.double() if self.bias is None else outputs[:, :1]
+
+    for model in (Differs(4, 2), Differs(4, 2, bias=False)):
+        handler = job(4 * world_size(), 2, model=model)
+        with pytest.raises(ValueError, match="must have rows of one shape and dtype"):
+            handler.predict(Points(4 * world_size()), 2)
+        assert_same_on_all_ranks(torch.ones(1))  # the group is usable
 
 
 def train_with_a_bad_loss(bad_rank, kind, **options):

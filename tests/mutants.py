@@ -113,7 +113,7 @@ MUTATIONS = (
     Mutation(
         "different-data-unnoticed",
         "Ranks with data sets of different lengths train anyway.",
-        "training/data.py",
+        "training/checks.py",
         "for other in every}) > 1:",
         "for other in every}) > 9:",
         "test_handler.py",
@@ -239,7 +239,7 @@ MUTATIONS = (
     Mutation(
         "stream-from-the-start",
         "A stream starts again in every epoch.",
-        "training/train_batches.py",
+        "training/data.py",
         "batches = islice(self._stream, self.steps_per_epoch * accumulate)",
         "batches = islice(self._endless(), self.steps_per_epoch * accumulate)",
         "test_adoption.py",
@@ -293,7 +293,7 @@ MUTATIONS = (
     Mutation(
         "lowest-loss-too-early",
         "The dot on the lowest loss has the wrong epoch if validation began after the first epoch.",
-        "training/plotting.py",
+        "training/run_folder.py",
         "epochs[list(values).index(low)]",
         "list(values).index(low) + 1",
         "test_run_folder.py",
@@ -302,7 +302,7 @@ MUTATIONS = (
     Mutation(
         "no-set-epoch",
         "A DistributedSampler gives the same order in every epoch.",
-        "training/train_batches.py",
+        "training/data.py",
         "                set_epoch(state.epoch)",
         "                set_epoch(0)",
         "test_handler.py",

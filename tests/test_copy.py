@@ -186,13 +186,13 @@ def test_what_pip_installs_has_the_package_and_the_data(tmp_path):
     assert files | {"datautils.py", "ddp_ref/py.typed", "ddp_ref/__init__.pyi"} <= names
 
 
-BUDGETS = {  # lines of code, a tenth above the design's; docstrings and comments are free
+BUDGETS = {  # lines of code, at most a tenth above the design's; docstrings and comments are free
     "core": ([f"{name}.py" for name in CORE if name != "randomness"], 1045),
     "workers": (["workers/*.py"], 385),
     "doctor": (["doctor.py"], 198),
-    "handler": (["handler.py"], 270),
-    "training": (["training/*.py"], 1540),
-    "config": (["config/*.py"], 440),
+    "handler": (["handler.py"], 245),
+    "training": (["training/*.py"], 1535),
+    "config": (["config/*.py"], 438),
 }
 
 
@@ -201,7 +201,7 @@ def test_the_package_stays_small(patterns, limit):
     files = [file for pattern in patterns for file in sorted(PACKAGE.glob(pattern))]
     lines = {file.name: lines_of_code(file.read_text()) for file in files}
     assert 0 < sum(lines.values()) <= limit, lines
-    assert max(lines.values()) <= (270 if "handler.py" in lines else 250), lines
+    assert max(lines.values()) <= 250, lines
 
 
 def test_lines_of_code_are_counted_without_docstrings_and_comments():

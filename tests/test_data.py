@@ -24,17 +24,16 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ddp_ref.training.data import eval_loader, train_loader
+from ddp_ref.training.data import TrainBatches, eval_loader, train_loader
 from ddp_ref.training.loss_and_metrics import RunningSums
 from ddp_ref.training.samplers import ShardSampler, TrainSampler, _rows as rows
-from ddp_ref.training.train_batches import TrainBatches
 from ddp_ref.training.train_state import TrainState
 
 CPU = torch.device("cpu")
 
 
 def batches(loader, *, rank=0, world_size=2, seed=0):
-    info = SimpleNamespace(rank=rank, world_size=world_size)
+    info = SimpleNamespace(rank=rank, world_size=world_size, distributed=False)
     return TrainBatches(loader, SimpleNamespace(info=info, rank=rank, seed=seed), None)
 
 

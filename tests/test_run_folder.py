@@ -12,8 +12,7 @@ import torch
 from training_job import Points, job
 
 from ddp_ref import Callback, Checkpoint, LearningRateMonitor, run_ranks
-from ddp_ref.training.plotting import _figure
-from ddp_ref.training.run_folder import write_history
+from ddp_ref.training.run_folder import _figure, write_history
 
 LIMIT = timedelta(minutes=4)
 LINE = re.compile(r"\[RANK 0\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ddp_ref\.handler: (.+)")
@@ -159,7 +158,7 @@ def test_the_lowest_validation_loss_is_marked(tmp_path):
     handler = job(12, 2)
     handler.set_val_loader(Points(5), 2)
     handler.train(1)
-    handler.history |= {"train_loss": [3.0, 2.0, 1.0], "val_loss": [2.0, torch.nan, 4.0]}
+    handler.history.update(train_loss=[3.0, 2.0, 1.0], val_loss=[2.0, torch.nan, 4.0])
     handler.plot_losses(tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
     assert "lowest: 2, epoch 1" in text

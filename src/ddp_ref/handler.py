@@ -10,38 +10,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from .collectives import exchange_objects
 from .decorators import on_rank
 from .initialize import _resolve_device, initialize_ddp
 from .training import train_state
 from .training.batches import inputs_of, use_device
 from .training.callbacks import Callback, Checkpoint, ProgressBar
 from .training.checkpoint import check_finite, find, find_on_all_ranks, write
-from .training.data import check_count, check_same, eval_loader, length_or_none, train_loader
-from .training.ddp_model import move_model, unwrap_model, wrap_model
+from .training.checks import check_count, check_same, raise_on_all_ranks
+from .training.data import TrainBatches, eval_loader, train_loader
+from .training.ddp_model import move_and_wrap, unwrap_model
 from .training.evaluation import evaluate, evaluating, outputs_in_order
 from .training.loop import TrainLoop
-from .training.loss_and_metrics import Count, Forward, LossAndMetrics
+from .training.loss_and_metrics import Count, Forward, LossAndMetrics, LossFunction
 from .training.optimizer_step import OptimizerStep, check_optimizer, move_optimizer_state
-from .training.plotting import plot
-from .training.run_folder import RunFolder
-from .training.samplers import TrainSampler
-from .training.train_batches import TrainBatches
+from .training.run_folder import RunFolder, plot
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
-
-
-def _in_state(name: str, doc: str) -> Any:
-    """Return a property that stands for `self.state.<name>`."""
-    return property(
-        lambda handler: getattr(handler.state, name),
-        lambda handler, value: setattr(handler.state, name, value),
-        doc=doc,
-    )
 
 
 class Handler:
@@ -64,8 +52,9 @@ class Handler:
         metrics: By name, functions called like `loss_fn`, each a mean over samples, or objects with
             `update(outputs, targets)`, `compute()` and `reset()`, such as those of torchmetrics.
             `compute` is called once per epoch, returns one number and reduces over ranks itself.
-            Each rank needs at least one sample then. To resume within an epoch, they need
-            `state_dict` and `load_state_dict`, and the same number of ranks.
+            Objects of torchmetrics that collect lists need at least one sample per rank. To resume
+            within an epoch, objects need `state_dict` and `load_state_dict`, and the same number
+            of ranks.
         scheduler: A scheduler that steps once per epoch, or `(scheduler, "step")` for one that
             steps after each optimizer step.
         callbacks: Hooks that run during training, in this order, but a Checkpoint after all others.
@@ -95,7 +84,7 @@ class Handler:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: Callable[[Any, Any], Tensor],
+        loss_fn: LossFunction,
         *,
         forward: Forward | None = None,
         count: Count | None = None,
@@ -126,17 +115,12 @@ class Handler:
         self.accumulate, self.sync_every, self.seed = accumulate, sync_every, seed
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
         distributed = self.info.distributed
-        self.optimizer_step = OptimizerStep(
-            optimizer, scheduler, self.device, clip_norm, precision, on_nonfinite, distributed
-        )
+        self.optimizer_step = OptimizerStep(self, scheduler)
         self.scheduler = self.optimizer_step.scheduler
-        self.loss_and_metrics = LossAndMetrics(
-            loss_fn, self.metrics, forward, count, self.device, self.optimizer_step.autocast
-        )
+        self.loss_and_metrics = LossAndMetrics(self, loss_fn, forward, count)
         self._forward = forward
         #: the model, wrapped in DDP if there are other ranks
-        wrap = wrap_model if distributed else move_model
-        self.model = wrap(model, self.device, **(ddp_options or {}))
+        self.model = move_and_wrap(model, self.device, ddp_options or {}, distributed)
         # For everything but training, because a forward pass of DDP may be collective.
         self._unwrapped = unwrap_model(self.model)
         move_optimizer_state(optimizer)
@@ -170,28 +154,10 @@ class Handler:
             **loader: Anything else that DataLoader takes. `pin_memory` defaults to True on a GPU.
 
         Raises:
-            ValueError: If an option is wrong, the data has no batch, or its length differs
-                between ranks.
+            ValueError: If an option is wrong, or the length of the data differs between ranks.
         """
-        options: dict[str, Any] = self._shard_options(data, loader) | {"seed": self.seed}
-        made = train_loader(data, batch_size, **options, **loader)
-        batches = TrainBatches(made, self, steps_per_epoch)
-        # Streams of the ranks may differ in length, but not in the number of steps.
-        sized = [made.dataset, made] if steps_per_epoch is None else [None, None]
-        items, length = map(length_or_none, sized)
-        self._check_same(items=items, batches=length, steps_per_epoch=steps_per_epoch)
-        if batches.steps_left(0) == 0:
-            raise ValueError(
-                f"an epoch has no batch of {made.batch_size} samples: use a smaller batch_size, or "
-                "leave out drop_last"
-            )
-        sampler = made.sampler
-        if isinstance(sampler, TrainSampler) and sampler.repeated:
-            self.log(
-                f"{sampler.size} samples on {sampler.num_replicas} ranks: {sampler.repeated} of "
-                "them are repeated in each epoch, so that all ranks take the same number of steps"
-            )
-        self.train_batches = batches
+        made = self._loader(train_loader, data, batch_size, seed=self.seed, **loader)
+        self.train_batches = TrainBatches(made, self, steps_per_epoch)
 
     def set_val_loader(
         self, data: Dataset[Any] | DataLoader[Any], batch_size: int | None = None, **loader: Any
@@ -232,6 +198,7 @@ class Handler:
         """Train until `epochs` epochs have ended in total: after `load`, only the missing ones.
 
         Raises:
+            ValueError: If there is no training data, or an epoch has no batch.
             FloatingPointError: On all ranks, if a loss is not finite.
             SystemExit: With code 143 on all ranks, after SIGTERM or SIGUSR1 on any rank, once a
                 checkpoint is saved.
@@ -291,7 +258,12 @@ class Handler:
             ValueError: If the model does not return one output per item.
             TypeError: If it returns anything else than the above.
         """
-        return self._map(self._outputs, data, batch_size, loader)
+        model, forward = self._unwrapped, self._forward
+
+        def outputs(batch: Any) -> Any:
+            return forward(model, batch)[0] if forward else model(inputs_of(batch))
+
+        return self._map(outputs, data, batch_size, loader)
 
     def log_likelihood(
         self, data: Dataset[Any] | DataLoader[Any], batch_size: int | None = None, **loader: Any
@@ -374,11 +346,30 @@ class Handler:
 
     # What callbacks and users read
 
-    epoch = _in_state("epoch", "How many epochs have ended.")
-    step = _in_state("step", "How many optimizer steps were taken, in all epochs.")
-    samples_seen = _in_state("samples_seen", "Samples that all ranks have drawn in this epoch.")
-    history = _in_state("history", 'Each epoch\'s values, such as "train_loss" and "val_loss".')
-    running = _in_state("running", "This epoch's means in the latest summary; {} before it.")
+    @property
+    def epoch(self) -> int:
+        """How many epochs have ended."""
+        return self.state.epoch
+
+    @property
+    def step(self) -> int:
+        """How many optimizer steps were taken, in all epochs."""
+        return self.state.step
+
+    @property
+    def samples_seen(self) -> int:
+        """How many samples all ranks together have drawn in this epoch."""
+        return self.state.samples_seen
+
+    @property
+    def history(self) -> dict[str, list[float]]:
+        """Each epoch's values, such as "train_loss" and "val_loss"."""
+        return self.state.history
+
+    @property
+    def running(self) -> dict[str, float]:
+        """This epoch's means in the latest summary; {} before it."""
+        return self.state.running
 
     @property
     def rank(self) -> int:
@@ -423,14 +414,15 @@ class Handler:
     # Wiring
 
     def _pick_device(self, wanted: torch.device | None) -> torch.device:
-        own = self.info.device
-        wrong = f"device={wanted}, but rank {self.rank} of the open group uses {own}"
+        own, distributed, problem = self.info.device, self.info.distributed, ""
         if wanted is None or wanted == torch.device(own.type):  # "cuda" means the rank's own GPU
             wanted = own
-        if self.info.distributed:
-            # A hard-coded "cuda:0" is right on rank 0, which must raise as well instead of waiting.
-            for problem in filter(None, exchange_objects("" if wanted == own else wrong)):
-                raise ValueError(f"{problem}: leave out device, or call cleanup_ddp first")
+        if distributed and wanted != own:
+            problem = (
+                f"device={wanted}, but rank {self.rank} of the open group uses {own}: leave out "
+                "device, or call cleanup_ddp first"
+            )
+        raise_on_all_ranks(problem, distributed)  # a fixed "cuda:0" is right on rank 0
         use_device(wanted)
         return wanted
 
@@ -453,35 +445,21 @@ class Handler:
             callback.handler = self
         return ordered
 
-    def _outputs(self, batch: Any) -> Any:
-        if self._forward:
-            return self._forward(self._unwrapped, batch)[0]
-        return self._unwrapped(inputs_of(batch))
-
     def _map(self, function: Callable[[Any], Any], data: Any, batch_size: Any, loader: Any) -> Any:
-        batches, distributed = self._shard(data, batch_size, **loader), self.info.distributed
-
-        def compute(batch: Any) -> Any:
-            with self.optimizer_step.autocast():  # not around the loader: data sets may compute
-                return function(batch)
-
-        with evaluating(self._unwrapped, self.device, distributed):
-            return outputs_in_order(compute, batches, self.device, distributed)
+        batches = self._shard(data, batch_size, **loader)
+        model, measure = self._unwrapped, self.loss_and_metrics
+        return outputs_in_order(function, model, measure, batches, self.info.distributed)
 
     def _shard(self, data: Any, batch_size: int | None = None, **loader: Any) -> DataLoader[Any]:
-        made = eval_loader(data, batch_size, **self._shard_options(data, loader), **loader)
-        self._check_same(items=length_or_none(made.dataset))
+        made = self._loader(eval_loader, data, batch_size, **loader)
+        check_same(self.info.distributed, items=len(made.dataset))
         return made
 
-    def _shard_options(self, data: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's shard; on a GPU, also pinned memory, unless the caller decides."""
-        shard = {"rank": self.rank, "world_size": self.info.world_size}
-        decided = "pin_memory" in given or isinstance(data, DataLoader)
-        return shard | ({} if decided else {"pin_memory": self.device.type == "cuda"})
-
-    def _check_same(self, **lengths: int | None) -> None:
-        if self.info.distributed:
-            check_same(**lengths)
+    def _loader(self, make: Any, data: Any, batch_size: int | None, **options: Any) -> Any:
+        """Make this rank's loader, with `train_loader` or `eval_loader`."""
+        if self.device.type == "cuda" and not isinstance(data, DataLoader):
+            options.setdefault("pin_memory", True)
+        return make(data, batch_size, rank=self.rank, world_size=self.info.world_size, **options)
 
     def _on_rank_0(self, work: Callable[[], R]) -> R | None:
         return on_rank(0)(work)() if self.info.distributed else work()

@@ -278,6 +278,26 @@ def test_torchmetrics_on_one_rank_alone():
     }
 
 
+def test_torchmetrics_on_a_rank_without_a_sample():
+    """One sample on two ranks: F1 adds up counts, so it works. AUROC collects lists."""
+
+    def validate():
+        import scores
+        from torch.utils.data import DataLoader, Subset
+
+        handler, one = scores.train(epochs=0), Subset(scores.digits("test"), [0])
+        handler.set_val_loader(one, batch_size=32)
+        with pytest.raises(ValueError, match="some ranks have no sample for metric 'auroc'"):
+            handler.validate()
+        del handler.loss_and_metrics.objects["auroc"]
+        return handler.validate(), handler.evaluate(DataLoader(one))
+
+    results = on_two_ranks(validate)
+    for validated, alone in results:
+        assert validated == results[0][0] and alone == pytest.approx(validated, abs=1e-6)
+        assert validated.keys() == {"loss", "f1"}
+
+
 def test_streams_that_end_unevenly():
     def train():
         import streams

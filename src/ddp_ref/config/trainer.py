@@ -1,14 +1,12 @@
 """TrainerDDP: build the data, the model and a Handler from a configuration, and train."""
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -84,11 +82,10 @@ class TrainerDDP:
         `len(loader.dataset)` is the size of the whole split.
         """
         train_set, val_set, test_set = self._datasets()
-        shard: dict[str, Any] = {"rank": self.info.rank, "world_size": self.info.world_size}
         order = {name: self.config["training"][name] for name in ("seed", "drop_last")}
         return (
-            train_loader(train_set, **shard, **order, **self._loading("training")),
-            eval_loader(val_set, **shard, **self._loading("validation")),
+            train_loader(train_set, **order, **self._loading("training")),
+            eval_loader(val_set, **self._loading("validation")),
             eval_loader(test_set, rank=0, world_size=1, **self._loading("testing")),
         )
 
@@ -156,8 +153,8 @@ class TrainerDDP:
     def _callbacks(self) -> list[Callback]:
         parts = {f"callbacks[{n}]": part for n, part in enumerate(self.config["callbacks"])}
         if stopping := self.config["early_stopping"]:
-            default = stopping["type"] == DEFAULT_STOPPING
-            parts["early_stopping"] = stopping | ({"type": EarlyStopping} if default else {})
+            default = {"type": EarlyStopping} if stopping["type"] == DEFAULT_STOPPING else {}
+            parts["early_stopping"] = stopping | default
         callbacks = [_build(name, part, kind=Callback) for name, part in parts.items()]
         if (path := self.config["training"]["path"]) is not None:
             callbacks.append(Checkpoint(path, self.config["training"]["checkpoint_at"]))
@@ -214,14 +211,16 @@ class _RecordedCriterion(Callback):
             self.losses.append(loss.detach().double())
         return loss
 
+    def _history_names(self) -> list[str]:
+        return ["val_loss_std"]
+
     def on_epoch_end(self) -> None:
         handler = self.handler
         # Another callback may have validated in the middle of the epoch.
         self.losses = self.losses[len(self.losses) - len(handler.val_loader or ()) :]
         spread = self.spread(together=True)
         if handler.val_losses:
-            spreads = handler.history.setdefault("val_loss_std", [])
-            spreads += [math.nan] * (len(handler.val_losses) - 1 - len(spreads)) + [spread]
+            handler.state.record({"val_loss_std": spread}, [])
         if handler.val_loader:
             handler.log(f"Validation: loss={handler.val_losses[-1]:.3f} ± {spread:.3f}")
 
@@ -252,7 +251,7 @@ def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInf
     seconds, world_size = parallel["timeout"], parallel["world_size"]
     timeout = None if seconds is None else timedelta(seconds=seconds)
     place: dict[str, Any] = {}
-    if not (world_size in (None, 1) or dist.is_initialized() or _is_env_distributed()):
+    if not (world_size in (None, 1) or _is_env_distributed()):
         place = {n: parallel[n] for n in ("world_size", "master_addr", "master_port")}
         place["rank"] = rank
     info = initialize_ddp(timeout, backend="gloo" if device == "cpu" else None, **place)

@@ -3,12 +3,12 @@
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import NAME, numbered, remove_temporary_files, step_of
-from .data import check_count
+from .checks import check_count
 
 
 class Callback:
@@ -32,11 +32,17 @@ class Callback:
     def on_step_end(self) -> None:
         """Called after each optimizer step; `handler.step` counts it."""
 
+    def on_validation_start(self) -> None:
+        """Called after an epoch's last step, before validation, even without validation data."""
+
     def on_epoch_end(self) -> None:
         """Called after validation; the history and `handler.epoch` already include this epoch."""
 
     def on_train_end(self) -> None:
         """Called after the last epoch; not after an exception or a signal."""
+
+    def _history_names(self) -> Iterable[str]:
+        return ()  # of the lists that this callback adds to the history
 
 
 class EarlyStopping(Callback):
@@ -83,11 +89,15 @@ class LearningRateMonitor(Callback):
     """
 
     def on_epoch_start(self) -> None:
-        for number, group in enumerate(self.handler.optimizer.param_groups):
-            rates = self.handler.history.setdefault(f"lr_{number}" if number else "lr", [])
+        for name, group in self._history_names().items():
+            rates = self.handler.history.setdefault(name, [])
             rates += [math.nan] * (self.handler.epoch - len(rates))
             if len(rates) == self.handler.epoch:  # a resumed epoch has its value already
                 rates.append(float(group["lr"]))
+
+    def _history_names(self) -> dict[str, Any]:
+        groups = enumerate(self.handler.optimizer.param_groups)
+        return {f"lr_{number}" if number else "lr": group for number, group in groups}
 
 
 class Checkpoint(Callback):
@@ -96,6 +106,9 @@ class Checkpoint(Callback):
     Rank 0 writes the files, which are named by the optimizer step: step_000000120.pt. `Handler`
     also saves here when a signal ends training (with several, in the folder of the last one).
     `Handler.load(folder)` loads the newest file.
+
+    The end of an epoch is saved twice, before validation and after it, so an error in validation,
+    in a metric or in another callback costs no training. The second save replaces the first.
 
     Args:
         folder: Where to save.
@@ -129,7 +142,7 @@ class Checkpoint(Callback):
 
     def on_train_start(self) -> None:
         _check_monitor(self.handler, self.monitor)
-        self._saved = self._now()
+        self._saved = self.handler.step, self.handler.epoch
         if self.handler.rank == 0:
             remove_temporary_files(self.folder)
             if later := [p for p in numbered(self.folder) if step_of(p) > self.handler.step]:
@@ -143,6 +156,11 @@ class Checkpoint(Callback):
         if self.every_steps and self.handler.step % self.every_steps == 0:
             self._save()
 
+    def on_validation_start(self) -> None:
+        if self.every_epochs and (self.handler.epoch + 1) % self.every_epochs == 0:
+            # The save after validation replaces this one.
+            self.handler.save(self.folder / NAME.format(self.handler.step))
+
     def on_epoch_end(self) -> None:
         if self.every_epochs and self.handler.epoch % self.every_epochs == 0:
             self._save()
@@ -152,19 +170,17 @@ class Checkpoint(Callback):
                 self.handler.save(self.folder / "best.pt")
 
     def on_train_end(self) -> None:
-        if self._saved != self._now():  # epochs or steps since the last save
+        if self._saved != (self.handler.step, self.handler.epoch):
             self._save()
 
-    def _now(self) -> tuple[int, int]:
-        return self.handler.step, self.handler.epoch
-
     def _save(self) -> None:
-        self._saved, step = self._now(), self.handler.step
-        self.handler.save(self.folder / NAME.format(step))
-        self.handler.log(f"saved {self.folder / NAME.format(step)}")
+        self._saved = self.handler.step, self.handler.epoch
+        path = self.folder / NAME.format(self.handler.step)
+        self.handler.save(path)
+        self.handler.log(f"saved {path}")
         if self.handler.rank == 0:
             # Files of later steps belong to another run: they do not count for `keep`.
-            ours = [path for path in numbered(self.folder) if step_of(path) <= step]
+            ours = [path for path in numbered(self.folder) if step_of(path) <= self.handler.step]
             for path in ours[: -self.keep]:
                 path.unlink(missing_ok=True)
 
@@ -204,16 +220,31 @@ def _check_mode(mode: str) -> None:
 
 
 def _check_monitor(handler: Any, name: str | None) -> None:
-    """Warn at the start if `name` needs validation data and there is none."""
-    if handler.val_loader is None and name in {f"val_{n}" for n in ("loss", *handler.metrics)}:
-        warnings.warn(f"monitor={name!r} will fail without a validation set", stacklevel=2)
+    """Raise ValueError before training if no epoch will record `name`.
+
+    With a callback of the user's own, this shows only after an epoch: it may record anything.
+    """
+    package = f"{__package__.rpartition('.')[0]}."
+    if name is None or not all(type(c).__module__.startswith(package) for c in handler.callbacks):
+        return
+    parts = ["train"] if handler.val_loader is None else ["train", "val"]
+    known = {f"{part}_{n}" for part in parts for n in ("loss", *handler.metrics)}
+    for callback in handler.callbacks:
+        known.update(callback._history_names())
+    _check_recorded(name, known)
 
 
 def _monitored(handler: Any, name: str) -> Sequence[float]:
-    if not handler.history.get(name):
-        known = ", ".join(name for name, values in handler.history.items() if values)
-        raise ValueError(f"nothing is recorded under monitor={name!r}: use one of {known}")
+    _check_recorded(name, {name for name, values in handler.history.items() if values})
     return handler.history[name]
+
+
+def _check_recorded(name: str, known: set[str]) -> None:
+    if name not in known:
+        raise ValueError(
+            f"nothing is recorded under monitor={name!r}: use one of {', '.join(sorted(known))} "
+            "(names with val_ need validation data)"
+        )
 
 
 def _epochs_since_best(values: Sequence[float], min_delta: float, mode: str) -> int:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..collectives import broadcast_object, reduce_sum
+from ..collectives import broadcast_object, exchange_objects
 from ..decorators import on_rank
 from .batches import CPU, move
 from .ddp_model import unwrap_model
@@ -124,15 +124,18 @@ def find_on_all_ranks(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     node with a disk of its own, rank 0 sends the file's bytes, part by part.
     """
     newest = on_rank(0)(find)(path)  # None on the other ranks
-    file, checksum = broadcast_object((newest[0], newest[2]) if newest else (None, None))
-    if file is None:
+    chosen = broadcast_object((newest[0], newest[2]) if newest else None)
+    if chosen is None:
         return None
-    state, own = newest[1:] if newest else ({}, None)
-    if newest is None:
+    file, checksum = chosen
+    if newest:
+        state, own = newest[1:]
+    else:
+        state, own = {}, None
         with suppress(OSError, DamagedCheckpoint):
             state, own = _read(file)
     missing = own != checksum
-    if reduce_sum({"missing": float(missing)})["missing"]:
+    if any(exchange_objects(missing)):
         content = _broadcast_bytes(file, keep=missing)
         if missing:
             state = torch.load(content, map_location="cpu", weights_only=True)
@@ -197,45 +200,29 @@ def check_finite(model: nn.Module) -> None:
     buffers = dict(model.named_buffers())
     # Extra state need not be a tensor.
     state = {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
-    for device in {value.device for value in state.values()}:  # extra state may be on another
-        here = {n: value for n, value in state.items() if value.device == device}
-        # A buffer, such as a mask, may be infinite on purpose, so there only nan is an error.
-        wrong = [(v.isnan() if n in buffers else ~v.isfinite()).any() for n, v in here.items()]
-        for name, is_wrong in zip(here, torch.stack(wrong).tolist(), strict=True):
-            if is_wrong:
-                raise FloatingPointError(
-                    f"{name} is not finite, and training cannot recover: load an earlier "
-                    "checkpoint and lower the learning rate or set clip_norm"
-                )
+    # A buffer, such as a mask, may be infinite on purpose, so there only nan is an error.
+    wrong = [(v.isnan() if n in buffers else ~v.isfinite()).any() for n, v in state.items()]
+    # Read at once, not one by one, because each read waits for the GPU.
+    flags = torch.stack([flag.to(wrong[0].device) for flag in wrong]).tolist()
+    for name in (name for name, flag in zip(state, flags, strict=True) if flag):
+        raise FloatingPointError(
+            f"{name} is not finite, and training cannot recover: load an earlier checkpoint and "
+            "lower the learning rate or set clip_norm"
+        )
 
 
 def _plain_name(name: str) -> str:
     return name.replace(COMPILED, "")
 
 
-class _Output:
-    """A file for torch.save that keeps the OSError of a failed write, which torch.save hides."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.flush = file, file.flush
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-
 def _save(state: dict[str, Any], file: BinaryIO) -> None:
     """Write `state`, and wait until it is on the disk."""
-    output = _Output(file)
     try:
-        torch.save(state, output)  # type: ignore[arg-type]  # torch.save only writes and flushes
-    except RuntimeError:
-        if output.error:
-            raise output.error from None
+        torch.save(state, file)
+    except RuntimeError as error:
+        # After a failed write torch.save cannot end its archive, and that error hides the first.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
         raise
     file.flush()
     os.fsync(file.fileno())

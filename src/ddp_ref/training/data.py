@@ -1,15 +1,22 @@
-"""The loaders that give each rank its batches, for `Handler` and for training loops of your own."""
+"""The loaders that give each rank its batches, for `Handler` and for training loops of your own.
 
-from collections.abc import Mapping
+`Handler` reads its training loader through TrainBatches.
+"""
+
+import warnings
+from collections.abc import Generator, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
-from ..collectives import exchange_objects
+from ..randomness import seed_from
+from .checks import check_count, check_same
 from .loader_workers import Loader
 from .samplers import SeededDataset, ShardSampler, TrainSampler
+from .train_state import TrainState
 
 # What a rebuilt loader has of the old one, and what only one with workers can have.
 KEPT = ("num_workers", "collate_fn", "pin_memory", "drop_last", "worker_init_fn")
@@ -50,33 +57,28 @@ def train_loader(
         ValueError: If the data or the sampler cannot be used as described.
     """
     rank, world_size = _shard(rank, world_size)
-    dataset = _data_of(data)
+    dataset, batch_size, loader = _unpack(data, batch_size, loader)
+    in_random_order = shuffle is not False
     if isinstance(data, DataLoader):
-        sampler = data.sampler
-        loader = _options_of(data, loader)
-        batch_size = batch_size or data.batch_size
-        if data.batch_sampler is not None and data.batch_size is None:
+        if data.batch_size is None and data.batch_sampler is not None:
             loader.setdefault("batch_sampler", data.batch_sampler)
-        elif isinstance(sampler, TrainSampler):
-            shuffle = sampler.shuffle if shuffle is None else shuffle
-        elif type(sampler) is SequentialSampler:
-            shuffle = bool(shuffle)
-        elif not (isinstance(dataset, IterableDataset) or _is_shuffle(sampler)):
-            loader.setdefault("sampler", sampler)
+        elif (existing := _shuffles(data.sampler)) is not None:
+            in_random_order = existing if shuffle is None else shuffle
+        elif not isinstance(dataset, IterableDataset):
+            loader.setdefault("sampler", data.sampler)
     own = next((n for n in ("batch_sampler", "sampler") if loader.get(n) is not None), None)
     if own:
         _check_sampler(own, loader[own], rank, world_size)
-    elif isinstance(dataset, IterableDataset):
-        shuffle = None
-    else:
+        loader["shuffle"] = shuffle  # True is an error of DataLoader
+    elif not isinstance(dataset, IterableDataset):
         check_count("batch_size", batch_size)
         shard = {"rank": rank, "world_size": world_size, "seed": seed}
-        loader["sampler"] = TrainSampler(length_of(dataset), shuffle=shuffle is not False, **shard)
-        dataset, shuffle = SeededDataset(dataset, seed, loader.get("collate_fn")), None
+        loader["sampler"] = TrainSampler(length_of(dataset), shuffle=in_random_order, **shard)
+        dataset = SeededDataset(dataset, seed, loader.get("collate_fn"))
         loader["collate_fn"] = _already_collated
     if own != "batch_sampler":
         loader["batch_size"] = batch_size
-    return Loader(dataset, shuffle=shuffle, **loader)
+    return Loader(dataset, **loader)
 
 
 def eval_loader(
@@ -106,25 +108,144 @@ def eval_loader(
     changing = [n for n in ("shuffle", "sampler", "batch_sampler", "drop_last") if loader.get(n)]
     if changing:
         raise ValueError(f"evaluation uses all items in order: leave out {', '.join(changing)}")
-    dataset = _data_of(data)
+    dataset, batch_size, loader = _unpack(data, batch_size, loader)
     if isinstance(dataset, IterableDataset):
         raise ValueError(
             "evaluation needs a data set with a length, and an IterableDataset has none: "
             "make a list of its items"
         )
     if isinstance(data, DataLoader):
-        whole = SequentialSampler, ShardSampler, TrainSampler, DistributedSampler
         own = (data.batch_size is None and data.batch_sampler) or data.sampler
-        if not (type(own) in whole or _is_shuffle(own)):
+        if _shuffles(own) is None and type(own) not in (ShardSampler, DistributedSampler):
             raise ValueError(
                 f"evaluation uses each item once, but a {type(own).__name__} may not: pass a "
                 "Subset with these items, and no sampler or batch_sampler"
             )
-        loader, batch_size = _options_of(data, loader), batch_size or data.batch_size
         loader["drop_last"] = False
     check_count("batch_size", batch_size)
     loader["sampler"] = ShardSampler(length_of(dataset), rank=rank, world_size=world_size)
     return Loader(dataset, batch_size=batch_size, **loader)
+
+
+class TrainBatches:
+    """The batches of `loader`, one list for each optimizer step.
+
+    Args:
+        loader: This rank's loader, from `train_loader`.
+        handler: The Handler, for its rank, seed and `accumulate`.
+        steps_per_epoch: Optimizer steps per epoch, for an IterableDataset; None to go to its end.
+
+    Raises:
+        ValueError: If an IterableDataset on several ranks has no `steps_per_epoch`, or a data set
+            with a length has it; on all ranks, if their data differ in length.
+    """
+
+    def __init__(self, loader: DataLoader[Any], handler: Any, steps_per_epoch: int | None) -> None:
+        world_size = handler.info.world_size
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        if steps_per_epoch is not None:
+            check_count("steps_per_epoch", steps_per_epoch)
+            if not is_stream:
+                raise ValueError(
+                    "steps_per_epoch is for an IterableDataset: this data has a length"
+                )
+        elif is_stream and world_size > 1:
+            raise ValueError(
+                f"an IterableDataset on {world_size} ranks needs steps_per_epoch, because the "
+                "ranks could have different numbers of batches"
+            )
+        self.loader, self.handler, self.steps_per_epoch = loader, handler, steps_per_epoch
+        self._sampler = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
+        # A batch sampler without a batch_size counts each of its batches as one sample.
+        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        #: how many samples all ranks together draw in one batch each
+        self.samples_per_batch = batch_size * world_size
+        self._stream = self._endless()
+        self._check_and_log()
+
+    def rewind(self) -> None:
+        """Read a stream from its beginning again, and end the workers that read it so far."""
+        self._stream.close()
+        self._stream = self._endless()
+
+    def seek(self, state: TrainState) -> bool:
+        """Make `windows` start where `state` is; return False if the epoch must start again.
+
+        Only a TrainSampler can start in the middle of an epoch, at any world size.
+
+        Raises:
+            ValueError: If the epoch started with another data set, or another order of it.
+        """
+        own = self._sampler
+        data = {"samples": getattr(own, "size", None), "shuffle": getattr(own, "shuffle", None)}
+        if state.samples_seen and state.data != data:
+            raise ValueError(
+                f"an epoch that started with {state.data} cannot go on with {data}: use the same "
+                "data, shuffle and sampler, or load a checkpoint from the end of an epoch"
+            )
+        state.data = data
+        if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
+            seed = seed_from(self.handler.seed, state.epoch, self.handler.rank)
+            self.loader.generator.manual_seed(seed)  # of a plain sampler, and of the workers
+        if self._sampler:
+            self._sampler.set_epoch(state.epoch, state.samples_seen)
+            return True
+        outer = self.loader.batch_sampler
+        for sampler in (self.loader.sampler, outer, getattr(outer, "sampler", None)):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(state.epoch)
+        if state.samples_seen:
+            warnings.warn(
+                f"epoch {state.epoch + 1} starts again, because only Handler's own sampler can "
+                "continue in the middle of an epoch",
+                stacklevel=2,
+            )
+        return not state.samples_seen
+
+    def windows(self) -> Iterator[list[Any]]:
+        """Yield the batches of each remaining optimizer step of the epoch."""
+        accumulate = self.handler.accumulate
+        if self.steps_per_epoch is None:
+            batches: Iterator[Any] = iter(self.loader)
+        else:
+            batches = islice(self._stream, self.steps_per_epoch * accumulate)
+        while window := list(islice(batches, accumulate)):
+            yield window
+
+    def steps_left(self, samples_seen: int) -> int | None:
+        """Return how many steps of the epoch are left; None if the data has no length."""
+        accumulate = self.handler.accumulate
+        steps = self.steps_per_epoch
+        # With a TrainSampler, a loader's length is the number of batches after its start.
+        batches = length_or_none(self.loader) if steps is None else steps * accumulate
+        if batches is None:
+            return None
+        start = self._sampler.samples_seen if self._sampler else 0
+        taken = (samples_seen - start) // self.samples_per_batch
+        return -(-max(0, batches - taken) // accumulate)
+
+    def _endless(self) -> Generator[Any, None, None]:
+        """Yield the stream's batches, again from the beginning when it ends."""
+        while True:
+            batch = None
+            for batch in self.loader:
+                yield batch
+            if batch is None:
+                raise ValueError("the stream gave no batch: each rank needs at least one")
+
+    def _check_and_log(self) -> None:
+        """Check that an epoch has as many steps on all ranks, and log what it repeats."""
+        items, batches = length_or_none(self.loader.dataset), length_or_none(self.loader)
+        if self.steps_per_epoch is not None:
+            items = batches = None  # streams may differ in length, but not in the number of steps
+        steps = {"steps_per_epoch": self.steps_per_epoch}
+        check_same(self.handler.info.distributed, items=items, batches=batches, **steps)
+        if self._sampler and self._sampler.repeated:
+            self.handler.log(
+                f"{self._sampler.size} samples on {self.handler.info.world_size} ranks: "
+                f"{self._sampler.repeated} of them are repeated in each epoch, so that all ranks "
+                "take the same number of steps"
+            )
 
 
 def length_of(dataset: Any) -> int:
@@ -147,56 +268,41 @@ def length_or_none(data: Any) -> int | None:
         return None
 
 
-def check_same(**numbers: int | None) -> None:
-    """Raise ValueError, on all ranks, unless all ranks pass the same `numbers` (collective)."""
-    every = exchange_objects(numbers)
-    for what, number in numbers.items():
-        if len(passed := {str(other[what]) for other in every}) > 1:
-            raise ValueError(
-                f"all ranks must have the same data, but this rank has {number} {what} (all ranks: "
-                f"{' or '.join(sorted(passed))}): seed random data alike, read only complete files"
-            )
-
-
-def check_count(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is an integer of at least 1."""
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
-
-
 def _shard(rank: int | None, world_size: int | None) -> tuple[int, int]:
     grouped = dist.is_available() and dist.is_initialized()
     own, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     return own if rank is None else rank, size if world_size is None else world_size
 
 
-def _options_of(loader: DataLoader[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the rebuilt loader, which are those of `loader` unless `given`."""
-    kind = type(loader)
-    usual = kind._get_iterator in (DataLoader._get_iterator, Loader._get_iterator)
-    if not usual or kind.__iter__ is not DataLoader.__iter__:  # PyG's NeighborLoader, for one
-        raise ValueError(
-            f"{kind.__name__} makes its batches in its own __iter__ or _get_iterator, so it cannot "
-            "be sharded: pass its data set, or an IterableDataset that yields its batches"
-        )
-    kept = KEPT + (OF_WORKERS if given.get("num_workers", loader.num_workers) else ())
-    options = {name: getattr(loader, name) for name in kept}
-    if isinstance(loader.dataset, SeededDataset):
-        options["collate_fn"] = loader.dataset.collate_fn
-    return options | dict(given)
-
-
-def _data_of(data: Any) -> Any:
-    """Return the user's data set in `data`, which may be a loader."""
+def _unpack(
+    data: Any, batch_size: int | None, given: Mapping[str, Any]
+) -> tuple[Any, int | None, dict[str, Any]]:
+    """Return the data set, batch size and loader options; an existing loader's, unless `given`."""
+    options: dict[str, Any] = {}
     if isinstance(data, DataLoader):
+        kind = type(data)
+        usual = kind._get_iterator in (DataLoader._get_iterator, Loader._get_iterator)
+        if not usual or kind.__iter__ is not DataLoader.__iter__:  # PyG's NeighborLoader, for one
+            raise ValueError(
+                f"{kind.__name__} makes its batches in its own __iter__ or _get_iterator, so it "
+                "cannot be sharded: pass its data set, or an IterableDataset that yields batches"
+            )
+        kept = KEPT + (OF_WORKERS if given.get("num_workers", data.num_workers) else ())
+        options = {name: getattr(data, name) for name in kept}
+        data, batch_size = data.dataset, batch_size or data.batch_size
+    if isinstance(data, SeededDataset):  # from a loader of ours
+        options["collate_fn"] = data.collate_fn
         data = data.dataset
-    return data.dataset if isinstance(data, SeededDataset) else data
+    return data, batch_size, options | dict(given)
 
 
-def _is_shuffle(sampler: Any) -> bool:
-    """Say whether `sampler` is what DataLoader(shuffle=True) makes: all items, each once."""
-    plain = type(sampler) is RandomSampler and not sampler.replacement
-    return plain and sampler.num_samples == len(sampler.data_source)
+def _shuffles(sampler: Any) -> bool | None:
+    """Say whether `sampler` shuffles; None if it may not give all items, each once."""
+    if isinstance(sampler, TrainSampler):
+        return sampler.shuffle
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        return True if sampler.num_samples == len(sampler.data_source) else None
+    return False if type(sampler) is SequentialSampler else None
 
 
 def _already_collated(batch: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,23 +30,25 @@ def wrap_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn
         ValueError: If the model already contains DDP.
         TypeError: If DistributedDataParallel has no such keyword.
     """
-    model = move_model(model, device, **ddp_options)
-    group = dist.is_available() and dist.is_initialized()
-    if not group or not any(parameter.requires_grad for parameter in model.parameters()):
-        return model
-    options = {"find_unused_parameters": _switch()} | ddp_options
-    device_ids = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=device_ids, **options)
+    distributed = dist.is_available() and dist.is_initialized()
+    return move_and_wrap(model, device, ddp_options, distributed)
 
 
-def move_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn.Module:
-    """Return `model` on `device`, after the checks of `wrap_model`, which one process makes too."""
+def move_and_wrap(
+    model: nn.Module, device: torch.device, ddp_options: Mapping[str, Any], distributed: bool
+) -> nn.Module:
+    """Do what `wrap_model` does. One process checks the model and the keywords, too."""
     known = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"}
     if unknown := ", ".join(ddp_options.keys() - known):
         raise TypeError(f"ddp_options may not have {unknown}: use {', '.join(sorted(known))}")
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise ValueError("the model is already wrapped in DDP: pass the model inside it")
-    return model.to(device)
+    model = model.to(device)
+    if not distributed or not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    options = {"find_unused_parameters": _switch(), **ddp_options}
+    device_ids = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=device_ids, **options)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -1,7 +1,7 @@
 """Evaluate a model, each rank on its shard, and bring the outputs into data-set order."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..collectives import exchange_objects, gather_objects, move_tensor, reduce_sum
+from ..collectives import exchange_objects, gather_objects, gather_tensors
 from .batches import CPU, move, use_device
 from .loss_and_metrics import LossAndMetrics
 from .rank_sync import all_means
@@ -48,14 +48,19 @@ def evaluate(
 
 
 def outputs_in_order(
-    function: Callable[[Any], Any], loader: DataLoader[Any], device: torch.device, distributed: bool
+    function: Callable[[Any], Any],
+    model: nn.Module,
+    measure: LossAndMetrics,
+    loader: DataLoader[Any],
+    distributed: bool,
 ) -> Any:
     """Apply `function` to all batches and gather the outputs on rank 0 (collective).
 
     Args:
-        function: Takes a batch on `device`, returns one output per sample.
+        function: Takes a batch on the device, runs the model and returns one output per sample.
+        model: The model, which is put into eval mode.
+        measure: Where and in which precision to compute.
         loader: This rank's batches, from `eval_loader`.
-        device: Where `function` computes.
         distributed: Whether there are other ranks.
 
     Returns:
@@ -64,109 +69,87 @@ def outputs_in_order(
         per item, which is pickled to reach rank 0.
 
     Raises:
-        ValueError: If there is not one output per item, or only some outputs are tensors.
+        ValueError: If there is not one output per item, or, on all ranks, if some outputs are
+            tensors and others are not, or their rows differ in shape or dtype.
         TypeError: If an output is neither a tensor, a tuple, a dict, a dataclass nor a list.
     """
-    tensors: list[Tensor] = []
-    entries: list[Any] = []
+    batches: list[Any] = []
     left = len(loader.sampler)  # type: ignore[arg-type]  # a ShardSampler has a length
-    for batch in loader:
-        samples = min(left, loader.batch_size or 1)  # whatever a collate_fn makes of them
-        left -= samples
-        outputs = function(move(batch, device))
-        if isinstance(outputs, Tensor):
-            outputs = outputs if outputs.dim() else outputs.reshape(1)  # one item, squeezed
-            _check_count(len(outputs), samples)
-            tensors.append(outputs.cpu())
-        else:
-            if (rows := _split(outputs, samples)) is None:
+    with evaluating(model, measure.device, distributed):
+        for batch in loader:
+            samples = min(left, loader.batch_size or 1)  # whatever a collate_fn makes of them
+            left -= samples
+            with measure.autocast():  # not around the loader: data sets may compute
+                outputs = function(move(batch, measure.device))
+            if isinstance(outputs, Tensor) and not outputs.dim():
+                outputs = outputs.reshape(1)  # one item, squeezed
+            if (rows := _rows(outputs, samples)) is None:
                 raise TypeError(
                     "outputs must be tensors with one row per item, a tuple or dict of them, or a "
                     f"list, not {type(outputs).__name__}"
                 )
-            entries += rows
+            batches.append(rows)
     # A rank without items cannot tell which kind of output the other ranks have.
-    counts: dict[str, float] = {"tensors": len(tensors), "lists": len(entries)}
-    if distributed:
-        counts = reduce_sum(counts)
-    if all(counts.values()):
+    own = {(r.shape[1:], r.dtype) if isinstance(r, Tensor) else "list" for r in batches}
+    kinds = set().union(*exchange_objects(own)) if distributed else own
+    if len(kinds) > 1:
         raise ValueError(
-            "outputs are tensors for some batches and something else for others: return one kind"
+            f"outputs must have rows of one shape and dtype, or all be lists, not {kinds}: pad or "
+            "convert the rows"
         )
-    if not distributed:
-        return entries or (torch.cat(tensors) if tensors else torch.empty(0))
-    if not counts["lists"]:
-        return gather_rows(tensors)
-    if (lists := gather_objects(entries)) is None:
+    if kinds == {"list"}:
+        rows = [row for batch in batches for row in batch]
+    else:
+        rows = torch.cat(batches) if batches else torch.empty(0)
+    return gather_rows(rows) if distributed else rows
+
+
+def gather_rows(own: Any) -> Any:
+    """Return the rows of all ranks, interleaved, on rank 0, and None elsewhere (collective).
+
+    Args:
+        own: This rank's rows, a tensor of shape (rows, ...) or a list. In the result they are the
+            rows rank, rank + world_size, rank + 2 * world_size and so on. The ranks may differ
+            by one row, and only a rank without rows may pass another shape or dtype than rank 0.
+
+    Returns:
+        All rows on rank 0: one tensor on the CPU, or a list.
+    """
+    parts: Any = gather_objects(own) if isinstance(own, list) else gather_tensors(own)
+    if parts is None:
         return None
-    whole: list[Any] = [None] * sum(map(len, lists))
-    for rank, part in enumerate(lists):  # rank r has the items r, r + world_size and so on
-        whole[rank :: len(lists)] = part
+    number = sum(map(len, parts))
+    is_list = isinstance(own, list)
+    whole: Any = [None] * number if is_list else own.new_empty(number, *own.shape[1:], device=CPU)
+    for rank, part in enumerate(parts):
+        if len(part):
+            whole[rank :: len(parts)] = part
     return whole
 
 
-def _split(outputs: Any, samples: int) -> list[Any] | None:
-    """Return one entry per sample on the CPU; None without a batch dimension, as for a loss.
+def _rows(outputs: Any, samples: int) -> Any:
+    """Return a batch's outputs on the CPU: a tensor with one row per sample, or a list.
 
-    A list has one entry per sample already. The parts of a tuple, a dict or a dataclass are split
-    one by one: each entry is then a tuple or a dict with that sample's rows.
+    A list has one entry per sample. The parts of a tuple, a dict or a dataclass are split one by
+    one: each entry is then a tuple or a dict with that sample's rows. The result is None if nothing
+    has a batch dimension, as for a loss.
     """
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, Mapping):
         outputs = {part.name: getattr(outputs, part.name) for part in dataclasses.fields(outputs)}
-    if isinstance(outputs, Tensor) and outputs.dim():
-        entries = list(outputs.cpu())
+    rows: Any = None
+    if isinstance(outputs, Tensor):
+        rows = outputs.cpu() if outputs.dim() else None
     elif isinstance(outputs, list):
-        entries = move(outputs, CPU)
-    elif isinstance(outputs, Mapping):
-        parts = {n: rows for n, p in outputs.items() if (rows := _split(p, samples)) is not None}
-        entries = [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
-    elif isinstance(outputs, tuple):
-        rows = [part for output in outputs if (part := _split(output, samples)) is not None]
-        entries = list(zip(*rows, strict=True))
-    else:
-        return None
-    if not entries and not isinstance(outputs, list):
-        return None  # no part has a batch dimension
-    _check_count(len(entries), samples)
-    return entries
-
-
-def _check_count(outputs: int, samples: int) -> None:
-    """Raise ValueError unless there is one output per sample."""
-    if outputs != samples:
+        rows = move(outputs, CPU)
+    elif isinstance(outputs, Mapping | tuple):
+        named = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
+        parts = {n: part for n, o in named.items() if (part := _rows(o, samples)) is not None}
+        rows = list(zip(*parts.values(), strict=True)) if parts else None
+        if rows and isinstance(outputs, Mapping):
+            rows = [dict(zip(parts, row, strict=True)) for row in rows]
+    if rows is not None and len(rows) != samples:
         raise ValueError(
-            f"there must be one output per item, not {outputs} for {samples} items: "
-            "return one row per item, not a mean over the batch"
+            f"there must be one output per item, not {len(rows)} for {samples} items: return one "
+            "row per item, not a mean over the batch"
         )
-
-
-def gather_rows(pieces: Sequence[Tensor]) -> Tensor | None:
-    """Return the rows of all ranks, interleaved, on rank 0, and None elsewhere (collective).
-
-    Rank 0 receives one rank's rows after another's.
-
-    Args:
-        pieces: This rank's rows in order, in tensors of shape (rows, ...) on the CPU. In the
-            result they are the rows rank, rank + world_size, rank + 2 * world_size and so on.
-
-    Returns:
-        One tensor of shape (all rows, ...) on rank 0.
-
-    Raises:
-        ValueError: If rows differ in shape or dtype; on all ranks alike.
-    """
-    own = [piece.detach().resolve_conj().resolve_neg() for piece in pieces]
-    passed = {(piece.shape[1:], piece.dtype) for piece in own}
-    every = exchange_objects((passed, sum(map(len, own))))
-    kinds = {kind for kinds, _ in every for kind in kinds}
-    if len(kinds) > 1:
-        raise ValueError(f"rows must have one shape and dtype, not {kinds}: pad or convert them")
-    shape, dtype = kinds.pop() if kinds else ((), torch.get_default_dtype())
-    rows = torch.cat(own).contiguous() if own else None
-    is_first = len(every) == 1 or dist.get_rank() == 0
-    whole = torch.empty(sum(n for _, n in every), *shape, dtype=dtype) if is_first else None
-    for src, (_, number) in enumerate(every):
-        part = move_tensor(rows, ((number, *shape), dtype) if number else None, src)
-        if whole is not None and part is not None:
-            whole[src :: len(every)] = part
-    return whole
+    return rows

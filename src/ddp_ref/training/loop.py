@@ -8,7 +8,6 @@ from .ddp_model import copied_buffers, gradient_sync, restore_buffers, warm_up_d
 from .rank_sync import GlobalSummary, RankSync, WindowCount, caught_signals
 
 EXIT_CODE = 143  # of a process that SIGTERM ended
-NONFINITE = 'lower the learning rate, set clip_norm, or use on_nonfinite="skip"'
 
 
 class TrainLoop:
@@ -23,7 +22,8 @@ class TrainLoop:
         self.handler, self.model, self.state = handler, handler.model, handler.state
         self.loss_and_metrics = handler.loss_and_metrics
         self.optimizer_step = handler.optimizer_step
-        self.rank_sync = RankSync(handler.device, handler.info.distributed)
+        self.distributed = handler.info.distributed
+        self.rank_sync = RankSync(handler.device, self.distributed)
         self._trainable = [parameter.requires_grad for parameter in self.model.parameters()]
 
     def train(self, epochs: int) -> None:
@@ -59,23 +59,28 @@ class TrainLoop:
             if state.step % handler.sync_every == 0:
                 self.rank_sync.start(state.sums)
         if not state.samples_seen:
-            raise ValueError("the training data gave no batch: an epoch must have at least one")
+            raise ValueError(
+                f"an epoch has no batch of {batches.loader.batch_size} samples: use a smaller "
+                "batch_size, or leave out drop_last"
+            )
         self._sync()
+        self._call("on_validation_start")  # a checkpoint: an error in what follows costs no epoch
         self._end_epoch()
 
     def _train_step(self, window: list[Any]) -> None:
         """Take one optimizer step with the mean gradient over the samples of all batches."""
-        state, step = self.state, self.optimizer_step
-        counts = [self.loss_and_metrics.count(batch) for batch in window]
-        self._warm_up_once(window[0])
+        state, step, measure = self.state, self.optimizer_step, self.loss_and_metrics
+        counts = [measure.count(batch) for batch in window]
+        if not state.warmed_up:
+            warm_up_ddp_buckets(self.model, lambda: measure(self.model, window[0]).loss)
+            state.warmed_up = True
         buffers = copied_buffers(self.model) if step.skip_nonfinite else []
-        exact = self.loss_and_metrics.has_count and self.handler.info.distributed
-        window_count = WindowCount(counts, self.handler.device, exact)
+        window_count = WindowCount(counts, measure.device, measure.has_count and self.distributed)
         results = []
         step.optimizer.zero_grad()
         for number, (batch, count) in enumerate(zip(window, counts, strict=True), start=1):
             with gradient_sync(self.model, enabled=number == len(window)):
-                result = self.loss_and_metrics(self.model, batch)  # the forward pass
+                result = measure(self.model, batch)  # the forward pass
                 step.backward(window_count.scale(result.loss, count))
             results.append((count, result))
         finite = step.clip()
@@ -92,13 +97,13 @@ class TrainLoop:
         state, handler = self.state, self.handler
         if not self.optimizer_step.skip_nonfinite:
             check_finite(self.model)
-        state.running = state.running | state.sums.compute(handler.info.distributed)
+        state.running = state.running | state.sums.compute(self.distributed)
         values = {f"train_{name}": value for name, value in state.running.items()}
         if handler.val_loader is not None:
             values |= {f"val_{name}": value for name, value in handler.validate().items()}
+        state.epoch += 1
         state.record(values, ["loss", *handler.metrics])
         state.due_loss = values.get("val_loss", values["train_loss"])
-        state.epoch += 1
         self._reset_epoch()
         text = " | ".join(f"{name} {value:.4g}" for name, value in values.items())
         skipped = f" | {handler.skipped} steps skipped" if handler.skipped else ""
@@ -127,7 +132,8 @@ class TrainLoop:
         if summary.nonfinite and not self.optimizer_step.skip_nonfinite:
             raise FloatingPointError(
                 f"a loss of epoch {self.state.epoch + 1} is not finite, noticed at step "
-                f"{self.state.step}: {NONFINITE}"
+                f"{self.state.step}: lower the learning rate, set clip_norm, or use "
+                'on_nonfinite="skip"'
             )
         if self.state.samples_seen:  # before the first step, there are no means
             self.state.running = summary.means
@@ -146,7 +152,7 @@ class TrainLoop:
 
     def _reset_epoch(self) -> None:
         self.state.samples_seen = 0
-        self.state.sums = self.loss_and_metrics.new_sums(self.handler.info.distributed)
+        self.state.sums = self.loss_and_metrics.new_sums(self.distributed)
 
     def _step_epoch_scheduler(self) -> None:
         """Step a per-epoch scheduler if an epoch has ended since its last step."""
@@ -154,16 +160,10 @@ class TrainLoop:
             self.optimizer_step.step_epoch_scheduler(self.state.due_loss)
             self.state.due_loss = None
 
-    def _warm_up_once(self, batch: Any) -> None:
-        if not self.state.warmed_up:
-            self.state.warmed_up = True
-            measure = self.loss_and_metrics
-            warm_up_ddp_buckets(self.model, lambda: measure.loss(self.model, batch)[0])
-
     def _check_requires_grad(self) -> None:
         """Warn if parameters were frozen or unfrozen after DDP had registered its hooks."""
         now = [parameter.requires_grad for parameter in self.model.parameters()]
-        if self.handler.info.distributed and now != self._trainable:
+        if self.distributed and now != self._trainable:
             warnings.warn(
                 "requires_grad has changed since DDP wrapped the model, and DDP does not notice "
                 "that: freeze parameters before you create the Handler",

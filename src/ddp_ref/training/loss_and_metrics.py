@@ -6,7 +6,6 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from .batches import CPU, default_count, default_forward, detach, move
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
 Count = Callable[[Any], int | Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 
 
 class BatchResult(NamedTuple):
@@ -38,8 +38,9 @@ class RunningSums:
     def __init__(
         self, names: Sequence[str], device: torch.device, objects: Mapping[str, Any] | None = None
     ) -> None:
-        self.names, self.count, self.objects = list(names), 0, dict(objects or {})
-        self.totals = [torch.zeros((), dtype=torch.float64, device=device) for _ in names]
+        self.names, self.objects = list(names), dict(objects or {})
+        self.count = 0
+        self.totals = torch.zeros(len(self.names), dtype=torch.float64, device=device)
         self.updated: set[str] = set()  # the objects that have seen a sample
 
     def add(self, count: int, measured: BatchResult) -> None:
@@ -47,8 +48,7 @@ class RunningSums:
         if count == 0:
             return  # a mean over nothing may be NaN
         self.count += count
-        for total, value in zip(self.totals, measured.values, strict=True):
-            total.add_(value, alpha=count)
+        self.totals.add_(torch.stack(measured.values), alpha=count)
         for metric in self.objects.values():
             metric.update(measured.outputs, measured.targets)
         self.updated.update(self.objects)
@@ -59,31 +59,34 @@ class RunningSums:
         It is NaN if no rank has updated the object, as after a resume at another world size.
 
         Raises:
-            ValueError: On all ranks, if only some ranks have updated an object. Many objects, such
-                as those of torchmetrics with lists, cannot reduce over ranks then.
+            ValueError: On all ranks, if only some ranks have updated an object of torchmetrics
+                that collects lists, which cannot be gathered from a rank that has none.
         """
         every = exchange_objects(self.updated) if distributed and self.objects else [self.updated]
-        if any(updated != self.updated for updated in every):
-            raise ValueError(
-                f"some ranks have no sample for the metrics {', '.join(self.objects)}: use at "
-                "least one sample per rank, or functions instead of metric objects"
-            )
-        values = {n: m.compute() for n, m in self.objects.items() if n in self.updated}
-        return {n: _float64_copy(n, values.get(n, math.nan), CPU).item() for n in self.objects}
+        values = {}
+        for name, metric in self.objects.items():
+            updated = [name in names for names in every]
+            if any(updated) and not all(updated) and _collects_lists(metric):
+                raise ValueError(
+                    f"some ranks have no sample for metric {name!r}, which collects lists: use at "
+                    "least one sample per rank, or a metric that adds up numbers"
+                )
+            value = metric.compute() if any(updated) else math.nan
+            values[name] = _float64_copy(name, value, CPU).item()
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that was added, for a checkpoint."""
         objects = {n: m.state_dict() for n, m in self.objects.items() if hasattr(m, "state_dict")}
-        return {"count": self.count, "totals": torch.stack(self.totals), "objects": objects}
+        return {"count": self.count, "totals": self.totals.clone(), "objects": objects}
 
     def add_state(self, state: Mapping[str, Any], with_objects: bool) -> None:
         """Add what `state_dict` returned, on this rank or on another one."""
         self.count += state["count"]
-        for total, value in zip(self.totals, state["totals"], strict=True):
-            total += value.to(total.device)
+        self.totals += state["totals"].to(self.totals.device)
         saved = state["objects"] if with_objects else {}
         for name, part in saved.items():
-            self.objects[name].load_state_dict(move(part, self.totals[0].device))
+            self.objects[name].load_state_dict(move(part, self.totals.device))
         self.updated.update(saved if state["count"] else ())
         if self.count and (lost := ", ".join(sorted(self.objects.keys() - saved.keys()))):
             why = "have no state_dict" if with_objects else "were saved by another number of ranks"
@@ -92,30 +95,23 @@ class RunningSums:
 
 
 class LossAndMetrics:
-    """Compute `loss_fn(outputs, targets)` and each metric on `device`, under `autocast`.
+    """Compute `loss_fn(outputs, targets)` and each metric on the Handler's device.
 
     Args:
+        handler: The Handler, for its device, precision and metrics: by name, functions that return
+            a mean over the batch, or objects with `update`, `compute` and `reset`.
         loss_fn: Returns the mean loss of the batch.
-        metrics: By name, functions that return a mean over the batch, or objects with `update`,
-            `compute` and `reset`.
         forward: Maps (model, batch) to (outputs, targets). Default: a batch is (inputs, targets).
         count: Returns how many samples or tokens the loss is averaged over. Default: all samples.
-        device: Where batches are moved before `forward` sees them.
-        autocast: Returns the context of the forward pass.
 
     Raises:
         ValueError: If a metric is named "loss", or is a method of a metric object.
     """
 
     def __init__(
-        self,
-        loss_fn: Callable[[Any, Any], Tensor],
-        metrics: Mapping[str, Any],
-        forward: Forward | None,
-        count: Count | None,
-        device: torch.device,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        self, handler: Any, loss_fn: LossFunction, forward: Forward | None, count: Count | None
     ) -> None:
+        metrics = handler.metrics
         if "loss" in metrics:
             raise ValueError('a metric cannot be named "loss": choose another name')
         for name, metric in metrics.items():
@@ -126,8 +122,9 @@ class LossAndMetrics:
                 )
         for part in (loss_fn, *metrics.values()):
             if isinstance(part, nn.Module):  # it may have class weights, or a metric's state
-                part.to(device)
-        self.loss_fn, self.device, self.autocast = loss_fn, device, autocast
+                part.to(handler.device)
+        self.loss_fn, self.device = loss_fn, handler.device
+        self.autocast = handler.optimizer_step.autocast
         self.functions = {n: metric for n, metric in metrics.items() if not _accumulates(metric)}
         self.objects = {n: metric for n, metric in metrics.items() if _accumulates(metric)}
         self.forward, self.has_count = forward or default_forward, count is not None
@@ -146,24 +143,19 @@ class LossAndMetrics:
             raise ValueError("a batch has no samples: make the collate_fn keep at least one")
         return count
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
-        """Run the forward pass and return the loss, the outputs and the targets."""
+    def __call__(self, model: nn.Module, batch: Any) -> BatchResult:
+        """Run the forward pass, the loss and the metric functions."""
         with self.autocast():
             pair = self.forward(model, move(batch, self.device))
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 kind = type(pair).__name__
                 raise ValueError(f"forward must return (outputs, targets), not a {kind}")
-            return self.loss_fn(*pair), *pair
-
-    def __call__(self, model: nn.Module, batch: Any) -> BatchResult:
-        """Run the forward pass, the loss and the metric functions."""
-        loss, outputs, targets = self.loss(model, batch)
-        values = [_float64_copy("loss", loss, self.device)]
-        if self.functions:
-            with self.autocast(), torch.no_grad():
+            loss = self.loss_fn(*pair)
+            values = [_float64_copy("loss", loss, self.device)]
+            with torch.no_grad():
                 for name, metric in self.functions.items():
-                    values.append(_float64_copy(name, metric(outputs, targets), self.device))
-        kept = (detach(outputs), targets) if self.objects else (None, None)
+                    values.append(_float64_copy(name, metric(*pair), self.device))
+        kept = (detach(pair[0]), pair[1]) if self.objects else (None, None)
         return BatchResult(loss, values, *kept)
 
     def new_sums(self, distributed: bool) -> RunningSums:
@@ -185,6 +177,13 @@ class LossAndMetrics:
 def _accumulates(metric: Any) -> bool:
     """Say whether `metric` is an object that accumulates by itself, as torchmetrics' do."""
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+def _collects_lists(metric: Any) -> bool:
+    """Say whether `metric` is of torchmetrics and has a list in its state, or in a part's."""
+    parts = metric.modules() if isinstance(metric, nn.Module) else []
+    states = [state for part in parts for state in getattr(part, "metric_state", {}).values()]
+    return any(isinstance(state, list) for state in states)
 
 
 def _float64_copy(name: str, value: Any, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..collectives import exchange_objects
+from .checks import raise_on_all_ranks
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -16,39 +16,30 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 class OptimizerStep:
     """Turn losses into optimizer steps: `backward` for each batch of a step, then `clip`, `step`.
 
+    The constructor is collective if there are other ranks.
+
     Args:
-        optimizer: Any optimizer that needs one backward pass per step, so not LBFGS.
+        handler: The Handler, for its optimizer, device, clip_norm, precision and on_nonfinite.
         scheduler: A scheduler that steps once per epoch, `(scheduler, "step")` for one that steps
             after each optimizer step, or None.
-        device: Where the model computes.
-        clip_norm: Upper bound for the norm of the gradients, or None.
-        precision: "fp32", "bf16" or "fp16".
-        on_nonfinite: "raise", or "skip" to leave out steps with non-finite gradients.
-        distributed: Whether there are other ranks. The constructor is then collective.
 
     Raises:
         ValueError: If a setting is unknown; on all ranks, if a rank's device does not support it.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        device: torch.device,
-        clip_norm: float | None,
-        precision: str,
-        on_nonfinite: str,
-        distributed: bool,
-    ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm must be above 0, or None, not {clip_norm!r}")
-        if on_nonfinite not in ("raise", "skip"):
-            raise ValueError(f'on_nonfinite must be "raise" or "skip", not {on_nonfinite!r}')
-        _check_precision(precision, device, distributed)
-        self.optimizer, self.device, self.precision = optimizer, device, precision
+    def __init__(self, handler: Any, scheduler: Any) -> None:
+        self.clip_norm, self.precision = handler.clip_norm, handler.precision
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be above 0, or None, not {self.clip_norm!r}")
+        if handler.on_nonfinite not in ("raise", "skip"):
+            raise ValueError(
+                f'on_nonfinite must be "raise" or "skip", not {handler.on_nonfinite!r}'
+            )
+        self.optimizer, self.device = handler.optimizer, handler.device
+        _check_precision(self.precision, self.device, handler.info.distributed)
         self.scheduler, self.unit = _scheduler(scheduler)
-        self.clip_norm, self.skip_nonfinite = clip_norm, on_nonfinite == "skip"
-        self.scaler = torch.amp.GradScaler() if precision == "fp16" else None
+        self.skip_nonfinite = handler.on_nonfinite == "skip"
+        self.scaler = torch.amp.GradScaler() if self.precision == "fp16" else None
         self._scale: float | None = None  # the loss scale after the last step
         self.skipped = 0  # steps that were not taken
 
@@ -165,11 +156,11 @@ def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
 def _check_precision(precision: str, device: torch.device, distributed: bool) -> None:
     if precision not in PRECISIONS:
         raise ValueError(f'precision must be "fp32", "bf16" or "fp16", not {precision!r}')
-    cuda, problem = device.type == "cuda", ""
-    if precision == "fp16" and not cuda:
-        raise ValueError(f'precision="fp16" needs a CUDA device, not {device}: use "bf16"')
-    if precision == "bf16" and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if device.type != "cuda":
+        if precision == "fp16":
+            raise ValueError(f'precision="fp16" needs a CUDA device, not {device}: use "bf16"')
+        return
+    problem = ""
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         problem = f'{device} has no bfloat16 in hardware: use precision="fp16" or "fp32"'
-    # The ranks may have different GPUs. A rank that raised alone would leave the others waiting.
-    for text in filter(None, exchange_objects(problem) if distributed and cuda else [problem]):
-        raise ValueError(text)
+    raise_on_all_ranks(problem, distributed)  # the ranks may have different GPUs

@@ -30,9 +30,6 @@ class GlobalSummary(NamedTuple):
 class RankSync:
     """Share the sums and flags of all ranks: `start` a summary, `finish` it later."""
 
-    stop: bool  #: whether this rank asks all ranks to stop
-    signals: list[int]  #: which signals this rank has received
-
     def __init__(self, device: torch.device, distributed: bool) -> None:
         self.device, self.distributed = device, distributed
         self._side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -40,7 +37,8 @@ class RankSync:
 
     def reset(self) -> None:
         """Drop flags and a pending summary that an exception may have left behind."""
-        self.stop, self.signals = False, []
+        self.stop = False  #: whether this rank asks all ranks to stop
+        self.signals: list[int] = []  #: which signals this rank has received
         self._pending: tuple[Any, Tensor, Any, Any] | None = None
 
     def start(self, sums: RunningSums) -> None:
@@ -48,7 +46,7 @@ class RankSync:
         numbers = (sums.count, self.stop, bool(self.signals))
         self.stop = False
         # Filled on the GPU: copying them there would wait for it.
-        own = torch.stack([*(sums.totals[0].new_full((), n) for n in numbers), *sums.totals])
+        own = torch.cat([*(sums.totals.new_full((1,), n) for n in numbers), sums.totals])
         flat, work = own, None
         if self.distributed:
             # A few numbers cost latency, not bandwidth: gloo's all-gather goes around its ring
@@ -67,7 +65,12 @@ class RankSync:
             return None
         (names, host, wait, _in_use), self._pending = self._pending, None
         wait()
-        return _add_up(names, host)
+        # Python adds the numbers in rank order, so every rank gets the same bits.
+        count, stop, signalled, *sums = [sum(column) for column in zip(*host.tolist(), strict=True)]
+        named = zip(names, sums, strict=True)
+        means = {name: total / count if count else math.nan for name, total in named}
+        # sums[0] is the loss; the rest are metrics. A sum that was non-finite once stays so.
+        return GlobalSummary(means, not math.isfinite(sums[0]), stop > 0, signalled > 0)
 
     def _to_host(self, own: Tensor, ranks: Tensor, work: dist.Work | None) -> tuple[Tensor, Any]:
         """Return `ranks` on the CPU, and the function that waits until its values are there.
@@ -93,14 +96,6 @@ def all_means(sums: RunningSums, device: torch.device, distributed: bool) -> dic
     sync = RankSync(device, distributed)
     sync.start(sums)
     return sync.finish().means  # type: ignore[union-attr]  # not None after `start`
-
-
-def _add_up(names: Sequence[str], ranks: Tensor) -> GlobalSummary:
-    # Python adds the numbers in rank order, so every rank gets the same bits.
-    count, stop, signalled, *sums = [sum(column) for column in zip(*ranks.tolist(), strict=True)]
-    means = {n: total / count if count else math.nan for n, total in zip(names, sums, strict=True)}
-    # sums[0] is the loss; the rest are metrics. A sum that was non-finite once stays so.
-    return GlobalSummary(means, not math.isfinite(sums[0]), stop > 0, signalled > 0)
 
 
 class WindowCount:

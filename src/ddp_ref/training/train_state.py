@@ -31,13 +31,15 @@ class TrainState:
     due_loss: float | None = None  # of an ended epoch, for which the scheduler has yet to step
     warmed_up: bool = True  # False only between a resume and the first step after it
 
-    def record(self, values: Mapping[str, float], names: Sequence[str]) -> None:
-        """Append an epoch's values to the history, and NaN to a validation list without a value."""
-        missed = [f"val_{name}" for name in names if f"val_{name}" in self.history]
-        for name in [*values, *(name for name in missed if name not in values)]:
+    def record(self, values: dict[str, float], names: Sequence[str]) -> None:
+        """Append the values of the epoch that has ended, and NaN to a list that gets none.
+
+        That is a validation list of `names`, in a run that was resumed without validation data.
+        """
+        missed = {f"val_{name}": math.nan for name in names if f"val_{name}" in self.history}
+        for name, value in (missed | values).items():
             column = self.history.setdefault(name, [])
-            column += [math.nan] * (self.epoch - len(column))
-            column.append(values.get(name, math.nan))
+            column += [math.nan] * (self.epoch - 1 - len(column)) + [value]
 
 
 class RngState:
