@@ -1,7 +1,8 @@
 """Two ranks that train together, beside two processes that train each for itself."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -19,23 +20,32 @@ def time_steps(model: nn.Module, inputs: Tensor, steps: int) -> float:
     return time.perf_counter() - start
 
 
-def draw_throughput(kept: Mapping[str, float]) -> Figure:
-    """Draw for each model the throughput of DDP, relative to that of independent processes."""
+def draw_throughput(kept: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw for each model the throughput of DDP, relative to that of independent processes.
+
+    Args:
+        kept: The ratio in each round, by model. A bar is their median, a line spans all rounds.
+    """
+    medians = {name: median(rounds) for name, rounds in kept.items()}
+    below = [medians[name] - min(rounds) for name, rounds in kept.items()]
+    above = [max(rounds) - medians[name] for name, rounds in kept.items()]
     figure, axes = plt.subplots(figsize=(7, 0.7 * len(kept) + 1.1), layout="constrained")
     places = range(len(kept))
     axes.barh([p - 0.2 for p in places], 1, 0.38, color=COMPUTE, label="2 independent processes")
     bars = axes.barh(
         [p + 0.2 for p in places],
-        list(kept.values()),
+        list(medians.values()),
         0.38,
+        xerr=(below, above),
+        capsize=3,
         color=COMMUNICATE,
         hatch="//",
         edgecolor="white",
         label="2 ranks of DDP",
     )
-    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.bar_label(bars, fmt="median %.2f", padding=3)
     axes.set_yticks(places, list(kept))
     axes.invert_yaxis()
-    axes.set(xlabel="samples per second, relative to independent processes", xlim=(0, 1.25))
+    axes.set(xlabel="samples per second, relative to independent processes", xlim=(0, None))
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return figure
