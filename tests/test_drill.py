@@ -1,5 +1,6 @@
 """The drill draws the same rounds from a seed, ends them right, and can see one that is wrong."""
 
+import re
 import signal
 import sys
 
@@ -17,6 +18,15 @@ SEED = "5"
 
 def drill(folder, *flags, **env):
     return run(sys.executable, DRILL, "--seed", SEED, *flags, cwd=folder, timeout=540, env=env)
+
+
+def test_the_page_begins_with_what_the_table_says():
+    page = (ROOT / "docs" / "fault-drill.md").read_text()
+    headline = page.split("\n\n")[1]
+    written = re.search(
+        r"^(\d+) rounds: (\d+) began anew, (\d+) resumed, (\d+) went on", page, re.M
+    )
+    assert written and re.findall(r"\d+", headline) == [written[n] for n in (1, 4, 3, 2)]
 
 
 def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
