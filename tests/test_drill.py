@@ -10,7 +10,7 @@ from harness import ROOT, SCRIPTS, Result, Running, run, wait_until
 from judge import Wrong, check_clear, check_kept
 from plan import Plan
 from report import table
-from rounds import STARTED_OVER, RESUMED, Played
+from rounds import RESUMED, STARTED_OVER, Played
 
 DRILL = ROOT / "drill" / "drill.py"
 SEED = "5"
