@@ -1,9 +1,9 @@
-"""The characters that the finale trains on in a second, with `Handler` and with a loop by hand.
+"""How many characters per second the finale trains on, with `Handler` and with a loop by hand.
 
-The model, text and optimizer of scripts/char_gpt.py, on two ranks of one thread on the CPU. The
-loop by hand clips and schedules as the script does, and looks up a batch at once as `Handler` does.
-Both end with the same weights, bit for bit, or the benchmark fails. The two processes are started
-once: the intervals leave out what another start would change.
+The model, text and optimizer are those of scripts/char_gpt.py, on two ranks with one thread each on
+the CPU. The loop by hand clips and schedules as the script does, and looks up a batch at once as
+`Handler` does. The benchmark fails unless both end with the same weights, bit for bit. The two
+processes are started only once, so the intervals do not include launch-to-launch variation.
 """
 
 import runpy

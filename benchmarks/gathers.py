@@ -1,11 +1,11 @@
 """Bring the outputs of all ranks to rank 0 in data-set order, and evaluate each item once.
 
-Two ranks on the CPU. The gather moves 64 MiB of float32 outputs, in batches of 2 MiB per rank; its
-baseline is a bare all-reduce of as many bytes. `Handler.predict` brings the outputs to rank 0 alone
-and in order; the other ways bring them to all ranks. The evaluation runs a small model over 20,001
-items, which two ranks cannot share evenly; its baseline is a hand-written loop over each rank's own
-items, with one all-reduce at the end. The benchmark fails unless all ways give the same loss and
-the same outputs.
+Two ranks run on the CPU. The gather moves 64 MiB of float32 outputs, in batches of 2 MiB per rank.
+Its baseline is a bare all-reduce of as many bytes. `Handler.predict` brings the outputs to rank 0
+only, and in order; the other functions bring them to all ranks. The evaluation runs a small model
+over 20,001 items, which two ranks cannot share evenly. Its baseline is a hand-written loop over
+each rank's own items, with one all-reduce at the end. The benchmark fails unless all of them give
+the same loss and the same outputs.
 """
 
 from collections.abc import Callable

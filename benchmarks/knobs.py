@@ -1,9 +1,10 @@
-"""What DDP's own settings change in a step, one at a time.
+"""What each of DDP's own settings changes in a step.
 
-Two ranks on the CPU, a model of 10 million weights (40 MB of gradients), batches of 16: the
-all-reduce is most of the step. Then four batches to an optimizer step, with one all-reduce for each
-or, under `no_sync`, one for all. The last weights are compared with the base's, or the benchmark
-fails: `no_sync` adds the same numbers in another order, the other settings change no bit.
+Two ranks on the CPU train a model of 10 million weights (40 MB of gradients) with batches of 16, so
+the all-reduce is most of the step. The second table has steps of four batches: with one all-reduce
+per batch, and with one per step under `no_sync`. The benchmark compares the final weights with the
+baseline's and fails if they differ. `no_sync` adds the same numbers in another order, so there it
+allows rounding errors; the other settings change no bit.
 """
 
 from collections.abc import Callable

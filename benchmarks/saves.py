@@ -1,10 +1,11 @@
 """`Handler.save` against a bare `torch.save` and fsync of the same state.
 
-Two ranks; rank 0 writes a model and its optimizer's momentum while the other waits. Each save makes
-a new file, as those of a run do, which is removed before the next one begins. `Handler` also
-gathers the random numbers of all ranks, looks for weights that are not finite, reads the file's
-table of contents again, and has the folder's entry written; the file appears in one step. It has
-the disk begin before all is written, so that less is left to wait for.
+On two ranks, rank 0 writes a model and its optimizer's momentum while the other rank waits. Each
+save writes a new file, as it does in a real run, and the file is deleted before the next save.
+`Handler` does more than the baseline: it gathers the random states of all ranks, checks that the
+weights are finite, verifies the table of contents of the finished file, renames the file into place
+and syncs the folder. It is faster because it asks the disk to start before everything is written,
+so less is left to wait for at the end.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""What a second process brings, and how much of the loss is the machine's own.
+"""What a second process gains, and how much of the loss is due to the machine itself.
 
-Weak scaling keeps the batch of each process, strong scaling shares one batch between them. Two
-processes that know nothing of each other show what the machine itself allows: their memory, cache
-and clock are shared too. All have one thread. An ideal second process leaves the time of a step as
-it is in weak scaling, and halves it in strong scaling.
+Weak scaling keeps the batch of each process; strong scaling divides one batch between them. Two
+independent processes show what the machine itself allows, because they too share its memory, cache
+and clock. Each process has one thread. With an ideal second process, a step takes as long as before
+in weak scaling, and half as long in strong scaling.
 """
 
 from collections.abc import Callable

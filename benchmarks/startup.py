@@ -1,8 +1,8 @@
 """How long the scripts take beyond a job that does nothing, and `import ddp_ref` beyond torch's.
 
-The jobs are whole commands, from start to exit. The bare one opens and closes a group of two ranks
-under torchrun; the scripts also read the digits with scikit-learn, and train and test for one
-epoch. An import is timed inside a new process, that of ddp_ref after torch's.
+The jobs are whole commands, from start to exit. The bare job opens and closes a group of two ranks
+under torchrun. The scripts also read the digits with scikit-learn, and train and test for one
+epoch. An import is timed inside a new process, and `import ddp_ref` is timed after torch's.
 """
 
 import os

@@ -1,18 +1,18 @@
 """A training step of `Handler`, and of four other libraries, against a raw DDP loop.
 
 All of them train the same model on the same data, in the same order and in the same two processes:
-two ranks with one thread each on the CPU, with batches of 32 from a `TensorDataset`. Each way has
+two ranks with one thread each on the CPU, with batches of 32 from a `TensorDataset`. Each loop has
 its own copy of the model. The benchmark fails unless all copies end with the same weights as the
 raw loop's, bit for bit. accelerate gets the raw loop's loader, because a loader that it prepares
 would shard the data differently. The two models are sized for steps of about 2 ms and 6 ms; the
 tables show what the steps took on this machine.
 
-The ways take turns of ten steps in the same two processes. Where a process places its memory makes
-one way faster and another slower for as long as the process lives. So the processes are started at
+The loops take turns of ten steps in the same two processes. Where a process places its memory makes
+one loop faster and another slower for as long as the process lives. So the processes are started at
 least twelve times, and up to twelve times more until the control is narrower than the goal. The
 intervals are bootstrapped over these launches.
 
-The ways do not all do the same work. `Handler` looks up the samples of a batch in one call. The
+The loops do not all do the same work. `Handler` looks up the samples of a batch in one call. The
 loader that the others use looks them up one by one. So there is also a raw loop, and a Fabric loop,
 that look up batches at once: compare `Handler` with that raw loop to see its own overhead.
 `Handler` also records the loss, and all ranks share it every ten steps while the next step runs.

@@ -43,12 +43,14 @@ def goal(text: str, reached: bool | None) -> str:
 def markdown(table: Table) -> str:
     """Return the table in Markdown, and its goals."""
     speed = ["GB/s"] if table.nbytes else []
-    head = [table.title, "median", *speed, f"ratio to {table.base}", "95 % interval"]
+    head = [table.title, "median", *speed, f"ratio to {table.base}", "95 % interval", "difference"]
+    base = next(row.seconds for row in table.rows if row.name == table.base)
     lines = [head, ["---", *["--:"] * (len(head) - 1)]]
     for row in table.rows:
         speed = [f"{table.nbytes / row.seconds / 1e9:.2f}"] if table.nbytes else []
         interval = f"{number(row.low)} to {number(row.high)}"
-        lines.append([row.name, duration(row.seconds), *speed, number(row.ratio), interval])
+        cells = [row.name, duration(row.seconds), *speed, number(row.ratio), interval]
+        lines.append([*cells, "" if row.name == table.base else difference(row, base)])
     told = [f"The control's interval reaches {spread(table.rows):.1%} from 1.", *table.goals]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{text}\n\n" + "\n".join(f"- {line}" for line in told)
@@ -63,6 +65,12 @@ def duration(seconds: float) -> str:
     """Return seconds in the unit that suits them."""
     unit, factor = next((u, f) for u, f in UNITS.items() if seconds >= f or u == "µs")
     return f"{seconds / factor:.3g} {unit}"
+
+
+def difference(row: Row, base: float) -> str:
+    """Return how much longer a way takes than the base's median `base`, by its ratio."""
+    seconds = (row.ratio - 1) * base
+    return f"{'-' if seconds < 0 else '+'}{duration(abs(seconds))}"
 
 
 def draw(tables: Sequence[Table], path: Path) -> None:
@@ -104,9 +112,15 @@ def in_words(tables: Sequence[Table]) -> str:
     """Return what the figure shows, for those who do not see it."""
     parts = []
     for table in tables:
-        ratios = ", ".join(f"{row.name} {number(row.ratio)}" for row in table.rows)
-        parts.append(f"{table.title}, times as long as {table.base}: {ratios}")
-    return "; ".join(parts).replace("|", "/").replace('"', "'")
+        others = [row for row in table.rows if row.name not in (table.base, table.base + AGAIN)]
+        ratios = "; ".join(
+            f"{row.name} ({number(row.ratio)} times)"
+            for row in sorted(others, key=lambda row: row.ratio)
+        )
+        noise = f"measured again, it differs by up to {spread(table.rows):.1%}"
+        head = f"The time of {table.title}, relative to {table.base} ({noise}), fastest first"
+        parts.append(f"{head}: {ratios}.")
+    return " ".join(parts).replace("|", "/").replace('"', "'")
 
 
 def write_section(page: Path, name: str, about: str, tables: Sequence[Table], rounds: int) -> None:

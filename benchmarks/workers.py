@@ -1,9 +1,9 @@
 """A second call of `ParallelExecutor` against starting processes for each call.
 
-Two workers on the CPU call a function that does nothing and send back what it returns. How much of
-that cannot be avoided is shown by a round trip of as many bytes over two bare pipes, to processes
-that only wait and send them back. accelerate's launcher forks, so that torch is not imported again
-as in spawned processes.
+Two workers on the CPU call a function that does nothing, and send its result back. The two bare
+pipes show the unavoidable part: they carry as many bytes there and back, to processes that only
+wait and answer. accelerate's launcher forks, so its processes do not import torch again, as spawned
+processes do.
 """
 
 import io

@@ -59,6 +59,7 @@ docs/troubleshooting
 docs/scripts
 docs/reference
 docs/platforms
+docs/tutorial-mistakes
 docs/differences
 docs/fault-drill
 docs/benchmarks

@@ -19,7 +19,7 @@ from ddp_ref.training import checkpoint
 
 Line = list[str | Path]  # a command
 Moment = dict[str, int | str | None]  # the rank None is none
-WENT_ON, RESUMED, BEGAN_ANEW, WRONG = "went on", "resumed", "began anew", "WRONG"
+WENT_ON, RESUMED, STARTED_OVER, WRONG = "went on", "resumed", "started over", "WRONG"
 PASSED_OVER = "trying the one before it"  # of a damaged checkpoint
 DEADLINE = 150  # seconds: a stopped rank costs patience, and 30 s of its launcher's
 
@@ -29,7 +29,7 @@ class Played:
     """How a round ended: right in one of a few ways, or wrong, with what shows it."""
 
     plan: Plan
-    outcome: str  # WENT_ON, RESUMED, BEGAN_ANEW or WRONG
+    outcome: str  # WENT_ON, RESUMED, STARTED_OVER or WRONG
     seconds: float
     detail: str = ""
 
@@ -99,7 +99,7 @@ class Job:
             raise Wrong(f"it was to begin with {start!r}, warned: {warned}\n{resumed.stderr}")
         check_kept(whole, _whole(checkpoints))
         _check_final(checkpoints, self.unbroken, resumed)
-        return RESUMED if whole else BEGAN_ANEW
+        return RESUMED if whole else STARTED_OVER
 
     def _break(
         self, plan: Plan, line: Line, folder: Path, moment: Moment, checkpoints: Path

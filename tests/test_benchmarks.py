@@ -68,7 +68,8 @@ def test_a_round_takes_each_way_once_in_orders_that_all_ranks_draw_alike():
 def test_a_table_shows_times_speeds_and_ratios():
     times = {"base": [0.5, 0.5], "base" + AGAIN: [0.5, 0.5], "slow": [1.0, 1.0]}
     text = markdown(Table("a way", compare(times, "base"), ["a goal (missed)"], nbytes=10**9))
-    assert "| slow | 1 s | 1.00 | 2.000 | 2.000 to 2.000 |" in text
+    assert "| slow | 1 s | 1.00 | 2.000 | 2.000 to 2.000 | +500 ms |" in text
+    assert "| base | 500 ms | 2.00 | 1.000 | 1.000 to 1.000 |  |" in text
     assert "reaches 0.0% from 1" in text and "- a goal (missed)" in text
     assert [number(ratio) for ratio in (0.5, 12.34, 4321.0)] == ["0.500", "12.3", "4,321"]
 
@@ -161,7 +162,8 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     text = page.read_text()
     assert row in text and "old" not in text and "\n\n`bench.py waits --rounds=2` on " in text
     assert text.startswith("before\n") and text.endswith("\nafter")
-    assert "on_rank(0) " in text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
+    alternative = text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
+    assert "relative to if rank == 0, barrier" in alternative and "on_rank(0) (" in alternative
     assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
 
 

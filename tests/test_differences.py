@@ -1,4 +1,4 @@
-"""What the older texts do, where we differ; and that the page of differences names real tests."""
+"""What the older texts do, where we differ; and that the pages about it name real tests."""
 
 import ast
 import os
@@ -20,7 +20,8 @@ import ddp_ref
 import ddp_ref.initialize
 from ddp_ref import run_ranks
 
-PAGE = (ROOT / "docs" / "differences.md").read_text()
+DOCS = ROOT / "docs"
+PAGE = (DOCS / "tutorial-mistakes.md").read_text() + (DOCS / "differences.md").read_text()
 ALONE = {"rank": 0, "world_size": 1}
 LIMIT = timedelta(minutes=4)
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

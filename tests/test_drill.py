@@ -1,5 +1,6 @@
 """The drill draws the same rounds from a seed, ends them right, and can see one that is wrong."""
 
+import re
 import signal
 import sys
 
@@ -9,7 +10,7 @@ from harness import ROOT, SCRIPTS, Result, Running, run, wait_until
 from judge import Wrong, check_clear, check_kept
 from plan import Plan
 from report import table
-from rounds import BEGAN_ANEW, RESUMED, Played
+from rounds import RESUMED, STARTED_OVER, Played
 
 DRILL = ROOT / "drill" / "drill.py"
 SEED = "5"
@@ -17,6 +18,15 @@ SEED = "5"
 
 def drill(folder, *flags, **env):
     return run(sys.executable, DRILL, "--seed", SEED, *flags, cwd=folder, timeout=540, env=env)
+
+
+def test_the_page_begins_with_what_the_table_says():
+    page = (ROOT / "docs" / "fault-drill.md").read_text()
+    headline = page.split("\n\n")[1]
+    written = re.search(
+        r"^(\d+) rounds: (\d+) resumed, (\d+) started over, (\d+) went on", page, re.M
+    )
+    assert written and re.findall(r"\d+", headline) == [written[n] for n in (1, 4, 2, 3)]
 
 
 def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
@@ -112,7 +122,7 @@ def test_an_end_that_is_not_clear_is_found(broken, code, text, said):
 def test_the_table_counts_the_outcomes_of_each_pair():
     kill, all_of = plan("kill"), plan("interrupt", to_all=True)
     restarted = plan("kill", launcher="torchrun", restarts=1)
-    outcomes = [(kill, RESUMED), (kill, RESUMED), (kill, BEGAN_ANEW), (restarted, "went on")]
+    outcomes = [(kill, RESUMED), (kill, RESUMED), (kill, STARTED_OVER), (restarted, "went on")]
     rounds = [Played(plan, outcome, 1.0) for plan, outcome in [(all_of, RESUMED), *outcomes]]
     head, _, *rows = [line.split("|")[1:-1] for line in table(rounds).splitlines()]
     assert [cell.strip() for cell in head] == [
@@ -122,7 +132,7 @@ def test_the_table_counts_the_outcomes_of_each_pair():
         "torchrun --max-restarts=1",
     ]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        ["kill", "0", "1 began anew, 2 resumed", "1 went on"],
+        ["kill", "0", "2 resumed, 1 started over", "1 went on"],
         ["interrupt", "all", "1 resumed", ""],
     ]
 

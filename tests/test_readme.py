@@ -1,4 +1,7 @@
-"""What the README says is so: the ladder's numbers, its commands, its sample output."""
+"""What the README says is so: the ladder's numbers, its commands, its sample output.
+
+So is the table of names at the top of the reference.
+"""
 
 import re
 from importlib.metadata import distributions
@@ -22,7 +25,7 @@ def test_lines_changed(before, after):
 
 
 def test_files_named_exist():
-    linked = re.findall(r"\]\(([^)]+)\)", README)
+    linked = re.findall(r"\]\(([^)#]+)", README)
     paths = [ROOT / path for path in linked + re.findall(r"`((?:tests|scripts)/[\w./]+)`", README)]
     assert len(paths) >= 8
     assert [path for path in paths if not path.exists()] == []
@@ -41,8 +44,21 @@ def test_make_targets_exist(tmp_path):
         assert result.code == 0, result.stderr
 
 
-def test_the_names_of_the_package_exist():
-    table = README[README.index("| to | use |") : README.index("## Copying")]
+def test_the_command_under_each_target(tmp_path):
+    """The table for machines without make has what make would run."""
+    rows = re.findall(r"^\| `make ([a-z-]+)` \| `([^`]+)` \|$", README, re.MULTILINE)
+    assert len(rows) >= 8
+    for target, command in rows:
+        printed = run("make", "-C", ROOT, "--dry-run", "--silent", target, cwd=tmp_path).stdout
+        assert command in re.sub(r"\.venv[\w.-]*/bin/", "", printed), (target, printed)
+    printed = run("make", "-C", ROOT, "--dry-run", "--always-make", "setup", cwd=tmp_path).stdout
+    (extras,) = re.findall(r"-e '\S+'", printed)
+    assert README.count(f"pip install -c constraints.txt {extras}") == 3
+
+
+def test_the_reference_begins_with_all_names():
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    table = reference[reference.index("| to | use |") : reference.index("\n## ")]
     names = re.findall(r"`(\w+)`", table)
     assert set(names) == set(ddp_ref.__all__) - {
         "DistInfo",

@@ -1,7 +1,10 @@
-"""Names in the package are the field's words, as the style guide asks."""
+"""Names in the package are the field's words, and what it exports describes its arguments."""
 
 import ast
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -155,3 +158,26 @@ def test_a_file_with_a_private_word() -> None:
 def test_what_is_only_used_and_a_functions_own_outcomes() -> None:
     text = 'file.tell()\nprint(found, x.position)\ndef f():\n  outcomes = {}\n  """position"""\n'
     assert complaints(text, "a.py") == []
+
+
+def functions_exported() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """Yield the name, the function and the description of all that the reference shows."""
+    for name in ddp_ref.__all__:
+        exported = getattr(ddp_ref, name)
+        if not inspect.isclass(exported):
+            yield name, exported, exported.__doc__ or ""
+            continue
+        yield name, exported, f"{exported.__doc__}{exported.__init__.__doc__}"
+        for method, function in inspect.getmembers(exported, inspect.isfunction):
+            if not method.startswith("_"):
+                yield f"{name}.{method}", function, function.__doc__ or ""
+
+
+def test_the_reference_lists_all_arguments() -> None:
+    missing = []
+    for name, function, text in functions_exported():
+        arguments = text.partition("Args:")[2] or text.partition("Attributes:")[2]
+        for parameter in inspect.signature(function).parameters:
+            if parameter != "self" and f" {parameter}:" not in arguments.replace("*", ""):
+                missing.append(f"{name}: {parameter}")
+    assert missing == []

@@ -197,6 +197,9 @@ class Handler:
     def train(self, epochs: int) -> None:
         """Train until `epochs` epochs have ended in total: after `load`, only the missing ones.
 
+        Args:
+            epochs: How many epochs there are in total, with those before `load`.
+
         Raises:
             ValueError: If there is no training data, or an epoch has no batch.
             FloatingPointError: On all ranks, if a loss is not finite.
@@ -232,6 +235,9 @@ class Handler:
 
         The `compute` of your own metric objects must then not wait for other ranks. Those of
         torchmetrics do not.
+
+        Args:
+            batches: Batches as a loader returns them, such as a list of them or a DataLoader.
         """
         return evaluate(self._unwrapped, self.loss_and_metrics, batches, distributed=False)
 
@@ -268,12 +274,23 @@ class Handler:
     def log_likelihood(
         self, data: Dataset[Any] | DataLoader[Any], batch_size: int | None = None, **loader: Any
     ) -> Any:
-        """Return `model.log_likelihood(inputs)` for `data`, in the same form as `predict`."""
+        """Return `model.log_likelihood(inputs)` for `data`, in the same form as `predict`.
+
+        Args:
+            data: A data set, the same on all ranks, or an existing DataLoader of one.
+            batch_size: Samples per rank and batch. Default: the existing loader's.
+            **loader: Anything else that DataLoader takes, except shuffling and samplers.
+        """
         method = self._method("log_likelihood")
         return self._map(lambda batch: method(inputs_of(batch)), data, batch_size, loader)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `model.sample(*args, **kwargs)` on rank 0, None elsewhere; the others wait."""
+        """Return `model.sample(*args, **kwargs)` on rank 0, None elsewhere; the others wait.
+
+        Args:
+            *args: The arguments of the model's `sample`.
+            **kwargs: Its keyword arguments.
+        """
         sample = self._method("sample")
         with evaluating(self._unwrapped, self.device, self.info.distributed):
             return self._on_rank_0(lambda: sample(*args, **kwargs))
@@ -284,6 +301,9 @@ class Handler:
         """Save a checkpoint, from which a run resumes as if it had never stopped.
 
         Never call it under `if handler.rank == 0`: rank 0 writes, but all ranks must call.
+
+        Args:
+            path: The file to write.
 
         Raises:
             OSError: On all ranks, if the file cannot be written.
@@ -305,6 +325,9 @@ class Handler:
         Ranks that see it read it; the others get its bytes from rank 0. On the CPU, a run resumed
         at the same world size equals the uninterrupted one bit for bit. At another world size, each
         remaining sample of the epoch is used once.
+
+        Args:
+            path: A checkpoint, or a folder of checkpoints such as `run_dir`.
 
         Raises:
             OSError: If the file cannot be read.
@@ -334,11 +357,19 @@ class Handler:
         self._on_rank_0(lambda: plot(self.history, ["loss"], path))
 
     def plot_metrics(self, path: str | Path) -> None:
-        """Plot the metrics of each epoch, one panel per metric, as `plot_losses` does."""
+        """Plot the metrics of each epoch, one panel per metric, as `plot_losses` does.
+
+        Args:
+            path: The file to write. Its suffix is the format.
+        """
         self._on_rank_0(lambda: plot(self.history, list(self.metrics), path))
 
     def log(self, text: str) -> None:
-        """Log a line on rank 0, also into the run folder's log.txt (not collective)."""
+        """Log a line on rank 0, also into the run folder's log.txt (not collective).
+
+        Args:
+            text: The line.
+        """
         if self.rank == 0:
             logger.info(text)
             if self._run_folder:

@@ -27,6 +27,9 @@ def setup_logging(rank: int) -> None:
 
     Rank 0 logs from INFO, the other ranks from WARNING. If the program has set up logging already,
     this does nothing.
+
+    Args:
+        rank: This process's rank.
     """
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format=LOG_FORMAT.format(rank))
@@ -123,6 +126,9 @@ class TrainerDDP:
         """Return "loss", the metrics and "loss_std" over `test_loader` (not collective).
 
         Only the calling rank computes, with its own copy of the model.
+
+        Args:
+            test_loader: The third loader of `prepare_dataloaders`, or your own.
         """
         self._criterion.losses.clear()
         results = self.handler.evaluate(test_loader)
