@@ -56,6 +56,7 @@ docs/glossary
 docs/gpu
 tests/fakegpu/README
 docs/troubleshooting
+docs/nccl-hangs
 docs/scripts
 docs/reference
 docs/platforms

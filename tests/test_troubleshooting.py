@@ -1,0 +1,194 @@
+"""Every message that a reader may paste has a heading in troubleshooting.md, and is a real one.
+
+The page's own fences produce most of the messages. This file checks the rest at its source: in the
+installed torch, in the CUDA build if that is installed, or in our own code.
+"""
+
+import ast
+import mmap
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from fences import pages
+from harness import ROOT
+from torch._C._distributed_c10d import _dump_fr_trace
+
+import ddp_ref
+
+TORCH = Path(torch.__file__).parent
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+HANGS = (ROOT / "docs" / "nccl-hangs.md").read_text()
+FENCES = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+HEADINGS = re.findall(r"^##+ (.+)$", FENCES.sub("", PAGE), re.MULTILINE)
+
+# A message, and where the installed torch has it: files of every build.
+IN_TORCH = {
+    "Address already in use": "distributed/elastic/utils/distributed.py",
+    "EADDRINUSE": "lib/libtorch_cpu.so",
+    "--local-rank": "distributed/launch.py",
+    "client socket has timed out": "lib/libtorch_cpu.so",
+    "Gloo connectFullMesh failed": "lib/libtorch_cpu.so",
+    "No backend type associated with device type": "lib/libtorch_cpu.so",
+    "Bus error": None,  # the system's name of the signal
+    "Too many open files": "utils/data/dataloader.py",
+    "received by PID": "distributed/elastic/multiprocessing/errors/__init__.py",
+    "ChildFailedError": "distributed/elastic/multiprocessing/errors/__init__.py",
+    "SIGABRT": None,  # the system's, too
+    "Connection closed by peer": "lib/libtorch_cpu.so",
+    "Timed out waiting": "lib/libtorch_cpu.so",
+    "Expected to have finished reduction": "lib/libtorch_cpu.so",
+    "Expected to mark a variable ready only once": "lib/libtorch_cpu.so",
+    "marked as ready twice": "lib/libtorch_cpu.so",
+    "modified by an inplace operation": "lib/libtorch_cpu.so",
+    "Grad strides do not match bucket view strides": "lib/libtorch_cpu.so",
+    "SyncBatchNorm layers only work with GPU modules": "nn/parallel/distributed.py",
+    "Missing key(s) in state_dict": "nn/modules/module.py",
+    "default_collate: batch must contain": "utils/data/_utils/collate.py",
+    "Unexpected bus error encountered in worker": "lib/libtorch_python.so",
+    "TORCH_FR_BUFFER_SIZE": "lib/libtorch_cpu.so",
+    "TORCH_FR_DUMP_TEMP_FILE": "lib/libtorch_cpu.so",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "lib/libtorch_cpu.so",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "lib/libtorch_cpu.so",
+}
+# Only CUDA builds have these: torch's library, NCCL's and the CUDA runtime's. All were found by
+# hand in torch 2.13.0 for CUDA 13, nvidia-nccl-cu13 2.29.7 and nvidia-cuda-runtime 13.0.96.
+TORCH_CUDA, C10_CUDA = "torch/lib/libtorch_cuda.so", "torch/lib/libc10_cuda.so"
+NCCL, RUNTIME = "nvidia/nccl/lib/libnccl.so.2", "nvidia/*/lib/libcudart.so.*"
+IN_CUDA_BUILDS = {
+    "Tensors must be CUDA and dense": TORCH_CUDA,
+    "NCCL does not support all_reduce with sparse tensors": TORCH_CUDA,
+    "CUDA out of memory": C10_CUDA,
+    "Duplicate GPU detected": NCCL,
+    "invalid device ordinal": RUNTIME,
+    "device-side assert": RUNTIME,
+    "unhandled system error": NCCL,
+    "unhandled cuda error": NCCL,
+    "Watchdog caught collective operation timeout": TORCH_CUDA,
+    "WorkNCCL": TORCH_CUDA,
+    "failure detected by watchdog at work sequence id": TORCH_CUDA,
+    "last enqueued work": TORCH_CUDA,
+    "last completed work": TORCH_CUDA,
+    "Stack trace of the failed collective": TORCH_CUDA,
+    "First PG on this rank to signal dumping": TORCH_CUDA,
+    "Observed flight recorder dump signal from another rank via TCPStore": TORCH_CUDA,
+    "Received a dump signal due to a collective timeout from": TORCH_CUDA,
+    "Last enqueued NCCL work": TORCH_CUDA,
+    "Some NCCL operations have failed or timed out": TORCH_CUDA,
+    "To avoid data inconsistency, we are taking the entire process down": TORCH_CUDA,
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": TORCH_CUDA,
+    "NCCL_P2P_DISABLE": NCCL,
+    "NCCL_SHM_DISABLE": NCCL,
+    "NCCL_IB_DISABLE": NCCL,
+    "via P2P": NCCL,
+    "via SHM": NCCL,
+}
+OURS = [
+    "running on the CPU",
+    "nccl needs one per rank",
+    "cannot reach the master",
+    "the master does not answer",
+    "belong together",
+    "every rank must make the same on_rank and rank_first calls",
+    "died or left before the end of",
+    "has not ended within max_wait",
+    "cannot use its process group",
+    "is not finite",
+    "all ranks must have the same data",
+    "cannot tell how many samples a batch",
+    "must be for rank",
+    "is not a complete checkpoint",
+    "cannot be pickled",
+    "--max-restarts needs a new store for each attempt",
+    "holds another model's weights",
+]
+# Under another message's heading, or on the page about hangs.
+WITHOUT_HEADING = {
+    "marked as ready twice",
+    "Unexpected bus error encountered in worker",
+    "NCCL does not support all_reduce with sparse tensors",
+    "nccl needs one per rank",
+    "the master does not answer",
+}
+
+
+def in_file(path: Path, text: str) -> bool:
+    """Return whether the file `path`, which may have hundreds of MB, contains `text`."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content.find(text.encode()) >= 0
+
+
+def texts_of(*files: Path) -> list[str]:
+    """Return every string in Python files, with `{}` for what an f-string fills in."""
+    texts = []
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "{}" for p in node.values]
+                texts.append("".join(map(str, parts)))
+    return texts
+
+
+def is_title(message: str) -> bool:
+    """Return whether a heading of the page has `message` in backticks."""
+    return any(message in quoted for h in HEADINGS for quoted in re.findall(r"`([^`]+)`", h))
+
+
+@pytest.mark.parametrize("message", [*IN_TORCH, *IN_CUDA_BUILDS, *OURS])
+def test_every_message_is_in_the_docs_and_has_a_heading(message):
+    on_the_page_about_hangs = message in HANGS and not is_title(message)
+    assert any(message in page.read_text() for page in pages())
+    assert is_title(message) or on_the_page_about_hangs or message in WITHOUT_HEADING
+
+
+def test_every_message_that_has_a_heading_is_checked():
+    """A heading that quotes a message must be in one of the lists, or be produced by a fence."""
+    produced = {"did not arrive"}
+    quoted = {text for heading in HEADINGS for text in re.findall(r"`([^`]+)`", heading)}
+    known = {*IN_TORCH, *IN_CUDA_BUILDS, *OURS, *produced, "ddp_ref"}
+    assert [text for text in quoted if not any(message in text for message in known)] == []
+
+
+def test_the_installed_torch_has_its_messages():
+    missing = [m for m, file in IN_TORCH.items() if file and not in_file(TORCH / file, m)]
+    assert missing == []
+
+
+def test_the_cuda_build_has_its_messages():
+    installed = {message: list(TORCH.parent.glob(name)) for message, name in IN_CUDA_BUILDS.items()}
+    if not installed["CUDA out of memory"]:
+        pytest.skip("only CUDA builds of torch have these messages")
+    missing = [m for m, files in installed.items() if not any(in_file(file, m) for file in files)]
+    assert missing == []
+
+
+def test_our_code_has_its_messages():
+    package, scripts = Path(ddp_ref.__file__).parent.rglob("*.py"), (ROOT / "scripts").glob("*.py")
+    texts = "\n".join(texts_of(*package, *scripts, ROOT / "datautils.py"))
+    assert [message for message in OURS if message not in texts] == []
+
+
+def test_a_message_that_nobody_prints_is_noticed(tmp_path):
+    assert not in_file(TORCH / "lib" / "libtorch_cpu.so", "Expected to have finished everything")
+    (tmp_path / "ours.py").write_text('raise ValueError(f"rank {rank} of " f"{size} is odd")\n')
+    assert "rank {} of {} is odd" in texts_of(tmp_path / "ours.py")
+    assert not is_title("a message of another program")
+
+
+def test_the_defaults_of_the_flight_recorder():
+    """It is on by default, as the page says: it remembers 2,000 collectives."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2_100):
+            dist.all_reduce(torch.ones(1))
+        recorded = pickle.loads(_dump_fr_trace())
+    finally:
+        dist.destroy_process_group()
+    (status,) = (s for s in recorded["pg_status"].values() if s["last_enqueued_collective"] > 2_000)
+    assert len(recorded["entries"]) == 2_000
+    assert status["last_completed_collective"] == 2_100
