@@ -141,7 +141,7 @@ def gather_objects(obj: T, to_all: bool = False) -> list[T] | None:
     """
     packed = torch.frombuffer(pack_object(obj), dtype=torch.uint8)
     parts: list[Any] | None = gather_tensors(packed, to_all)
-    return parts and [unpack_object(part.numpy().data) for part in parts]
+    return parts and [pickle.loads(part.numpy().data) for part in parts]
 
 
 def broadcast_object(obj: T, src: int = 0) -> T:
@@ -166,7 +166,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
     sender = dist.get_rank() == src
     box: list[Any] = [bytes(pack_object(obj)) if sender else None]
     dist.broadcast_object_list(box, src, _cpu_group())
-    return obj if sender else unpack_object(box[0])
+    return obj if sender else pickle.loads(box[0])
 
 
 def barrier() -> None:
@@ -178,7 +178,8 @@ def barrier() -> None:
 def pack_object(obj: object) -> memoryview:
     """Return `obj` pickled, in a buffer that torch can send without another copy.
 
-    A CUDA tensor arrives on the receiver's current CUDA device, or on the CPU if it sees none. A
+    `pickle.loads` unpacks it, which can run code, so load only what ranks of this job sent. A CUDA
+    tensor arrives on the receiver's current CUDA device, or on the CPU if it sees none. A
     view of part of a tensor becomes a copy of that part.
     """
     buffer = PickleFile()
@@ -186,11 +187,6 @@ def pack_object(obj: object) -> memoryview:
     pickler.dispatch_table = {**copyreg.dispatch_table, **REDUCERS}
     pickler.dump(obj)
     return buffer.getbuffer()
-
-
-def unpack_object(packed: bytes | bytearray | memoryview) -> Any:
-    """Return what pack_object packed. Unpickling can run code: only for bytes of our own ranks."""
-    return pickle.loads(packed)
 
 
 class PickleFile(io.BytesIO):

@@ -103,9 +103,10 @@ def initialize_ddp(
     """
     if backend not in (None, "nccl", "gloo"):
         raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
-    if timeout is not None and not isinstance(timeout, timedelta):
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a timedelta, such as one minute, not {timeout!r}")
-    if timeout is not None and not SHORTEST <= timeout <= LONGEST:
+    if not SHORTEST <= timeout <= LONGEST:
         raise ValueError(f"timeout must be from {SHORTEST} to {LONGEST}, not {timeout}")
     if not (use_distributed is None or isinstance(use_distributed, bool)):
         raise TypeError(f"use_distributed must be True, False or None, not {use_distributed!r}")
@@ -116,7 +117,7 @@ def initialize_ddp(
             rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
         )
         if _should_open_group(use_distributed, launch):
-            return _initialize_distributed(timeout, launch, backend)
+            return _join_launch(launch, timeout, backend)
     device = torch.device("cpu") if backend == "gloo" else _current_device(0)
     return DistInfo(False, 0, 0, 1, device)
 
@@ -197,6 +198,11 @@ def _is_env_distributed() -> bool:
     return detect_launch().master_addr is not None
 
 
+def _initialize_distributed(timeout: timedelta | None = None) -> DistInfo:
+    """Open the group that the environment describes, or fail (collective)."""
+    return initialize_ddp(timeout, use_distributed=True)
+
+
 def _should_open_group(flag: bool | None, launch: LaunchInfo) -> bool:
     if flag is None and launch.world_size == 1:
         return False
@@ -210,17 +216,11 @@ def _should_open_group(flag: bool | None, launch: LaunchInfo) -> bool:
     return True
 
 
-def _initialize_distributed(
-    timeout: timedelta | None = None, launch: LaunchInfo | None = None, backend: str | None = None
-) -> DistInfo:
-    """Open the group that `launch` (default: the environment) describes (collective)."""
-    if dist.is_initialized():
-        return known_group().info
-    launch = launch or detect_launch()
-    _should_open_group(True, launch)
+def _join_launch(launch: LaunchInfo, timeout: timedelta, backend: str | None) -> DistInfo:
+    """Open the group that `launch` describes, and prepare this process for its device."""
     refuse_unsafe_restarts(launch)
     gpu = "" if backend == "gloo" else _gpu_id(_pick_device(launch.local_rank))
-    rendezvous = Rendezvous(launch, timeout or DEFAULT_TIMEOUT)
+    rendezvous = Rendezvous(launch, timeout)
     try:
         reports = rendezvous.run("arrive", lambda: rendezvous.exchange((_node(), gpu)))
         nodes, gpus = map(list, zip(*reports, strict=True))
@@ -356,9 +356,10 @@ def _current_device(local_rank: int) -> torch.device:
 def _resolve_device(device: torch.device | str) -> torch.device:
     """Return `device` ("gpu" means "cuda"), or the CPU with a warning if it is not there."""
     wanted = torch.device(device.replace("gpu", "cuda") if isinstance(device, str) else device)
-    # The module is torch.cuda, torch.mps, torch.xpu, ...
-    count = getattr(getattr(torch, wanted.type, None), "device_count", lambda: 0)()
-    if wanted.type == "cpu" or (wanted.index or 0) < count:
+    count = 0
+    with suppress(RuntimeError):  # torch has no module for this type
+        count = torch.get_device_module(wanted).device_count()
+    if (wanted.index or 0) < count:
         return wanted
     visible = f"{wanted.type} devices: {count}"
     warnings.warn(f"no device {str(device)!r} ({visible}): using the CPU", stacklevel=2)

@@ -23,9 +23,8 @@ def seed_everything(seed: int, *parts: int) -> None:
         *parts: More integers, such as the rank. Every combination is a seed of its own.
     """
     seed_host(seed, *parts)
-    in_worker = torch.utils.data.get_worker_info() is not None  # a DataLoader's: no CUDA there
-    if not in_worker and torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed_from(seed, *parts))
+    # Before CUDA is in use, as in a DataLoader's worker, torch only remembers this seed.
+    torch.cuda.manual_seed_all(seed_from(seed, *parts))
 
 
 def seed_host(seed: int, *parts: int) -> None:

@@ -128,11 +128,13 @@ class Rendezvous:
     def _wait_for(self, keys: list[str]) -> bool:
         """Return whether all `keys` are in the store before the deadline."""
         pause = 0.001
-        while not self.given_up.wait(pause):
-            if (present := bool(self.store.check(keys))) or time.monotonic() > self._deadline:
-                return present
+        while not self.store.check(keys):
+            if time.monotonic() > self._deadline:
+                return False
+            if self.given_up.wait(pause):  # so this rank must not report success
+                raise RendezvousError("the main thread has raised")
             pause = min(2 * pause, 0.25)
-        raise RendezvousError("the main thread has raised")  # so this rank must not report success
+        return True
 
     def _missing(self, store: dist.Store) -> list[int]:
         """Return the other ranks that have not come as far as this one in the current stage."""
@@ -197,7 +199,6 @@ class Rendezvous:
                 wait_for_workers=False,
                 multi_tenant=True,
                 timeout=timedelta(seconds=max(self._deadline - time.monotonic(), 1)),
-                use_libuv=os.name != "nt",  # torch's Windows builds have no libuv
             )
         except dist.DistError as error:
             raise self._failure(f"cannot open the store (MASTER_PORT in use?): {error}") from error
