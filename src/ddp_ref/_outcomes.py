@@ -14,6 +14,7 @@ returns before all ranks have called.
 import atexit
 import math
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .initialize import OpenGroup
+from .rendezvous import start_thread
 
 FOREVER = timedelta(days=365)  # the work may take as long as it likes
 MISMATCH_CHECK_AFTER = 10.0  # seconds of waiting before a rank looks for ranks in other calls
@@ -119,15 +121,14 @@ class Call(AbstractContextManager[Any, None]):
 
     def _collect(self, mine: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
         """Start one thread per executing rank; return the outcomes, and what is wrong by rank."""
-        threads = [Thread(target=self._ask, args=(r, mine), daemon=True) for r in self.executors]
+        threads: list[Thread] = []
         outcomes: dict[int, Outcome] = {}
         problems: dict[int, str] = {}
         now = time.monotonic()
         look_at = now + MISMATCH_CHECK_AFTER
         deadline = now + (self.max_wait.total_seconds() if self.max_wait else math.inf)
         try:
-            for thread in threads:
-                thread.start()
+            threads += [start_thread(self._ask, rank, mine) for rank in self.executors]
             while set(self.executors) - outcomes.keys() - problems.keys() and now < deadline:
                 with suppress(Empty):  # wait briefly: on Windows, Ctrl-C is handled between waits
                     rank, outcome, seen = self.answers.get(timeout=min(deadline - now, 0.2))
@@ -139,7 +140,7 @@ class Call(AbstractContextManager[Any, None]):
                 now = time.monotonic()
                 if now > look_at:
                     # The store may be hosted by a frozen rank, so this needs a thread as well.
-                    Thread(target=self._look_for_other_calls, daemon=True).start()
+                    start_thread(self._look_for_other_calls)
                     look_at = math.inf
         finally:
             self.over.set()
@@ -305,13 +306,11 @@ def describe(error: BaseException) -> str:
 def add_note(error: BaseException, note: str) -> None:
     """Add `note` to `error`; on Python 3.10, show it as the exception's cause."""
     with suppress(Exception):  # an exception may refuse new attributes
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-            return
-        error.__dict__.setdefault("__notes__", []).append(note)
-        cause = RemoteTraceback(note)
-        cause.__cause__ = error.__cause__
-        error.__cause__ = cause
+        error.__dict__.setdefault("__notes__", []).append(note)  # Python 3.11 and later print it
+        if sys.version_info < (3, 11):
+            cause = RemoteTraceback(note)
+            cause.__cause__ = error.__cause__
+            error.__cause__ = cause
 
 
 def _raise_first(errors: list[BaseException]) -> None:

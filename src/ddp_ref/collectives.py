@@ -2,7 +2,8 @@
 
 Every function here is collective: all ranks call it, in the same order. Without a process group, or
 in a world of one, each function returns what a single rank would get. A rank whose value cannot be
-sent raises, and must then exit, because the other ranks wait for its value.
+sent raises, and must then exit, because the other ranks wait for its value. In a process that was
+forked from a rank, such as a DataLoader's worker, every function raises a RuntimeError.
 """
 
 import copyreg
@@ -163,16 +164,16 @@ def broadcast_object(obj: T, src: int = 0) -> T:
         raise ValueError(f"src must be a rank of this world, from 0 to {last}, not {src!r}")
     if last == 0:
         return obj
-    sender = dist.get_rank() == src
-    box: list[Any] = [bytes(pack_object(obj)) if sender else None]
-    dist.broadcast_object_list(box, src, _cpu_group())
-    return obj if sender else pickle.loads(box[0])
+    packed = torch.frombuffer(pack_object(obj), dtype=torch.uint8) if _rank() == src else None
+    parts: Any = gather_tensors(packed, to_all=True)
+    return obj if _rank() == src else pickle.loads(parts[src].numpy().data)
 
 
 def barrier() -> None:
     """Wait until all ranks have called (collective); a no-op in a world of one."""
-    if _world_size() > 1:
-        wait_for_all_ranks(known_group().info.device)
+    opened = open_group()
+    if opened:
+        wait_for_all_ranks(opened.info.device)
 
 
 def pack_object(obj: object) -> memoryview:
@@ -286,8 +287,8 @@ def _device() -> torch.device:
 
 def _cpu_group() -> dist.ProcessGroup | None:
     """Return the group for CPU tensors: under nccl the side group, else None, the default group."""
-    opened = open_group() if _device().type == "cuda" else None
-    return opened.side if opened else None
+    opened = open_group()  # it also refuses a forked process, which would wait forever
+    return opened.side if opened and _device().type == "cuda" else None
 
 
 def _reduce(values: Mapping[str, Any], how: str, count: float = 1) -> dict[str, Any]:

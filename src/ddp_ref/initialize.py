@@ -12,14 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
-from .rendezvous import Rendezvous, RendezvousError, refuse_unsafe_restarts
+from .rendezvous import Rendezvous, RendezvousError, refuse_unsafe_restarts, start_thread
 from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401 - nn_handler's name
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
@@ -235,9 +235,7 @@ def _join_launch(launch: LaunchInfo, timeout: timedelta, backend: str | None) ->
                 torch.set_num_threads(cores_per_rank(launch))
     except BaseException:
         rendezvous.give_up()
-        cleanup = Thread(target=cleanup_ddp, daemon=True)  # nccl may wait for the other ranks there
-        cleanup.start()
-        cleanup.join(1)
+        start_thread(cleanup_ddp).join(1)  # nccl may wait for the other ranks there
         raise
     info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
     group = dist.distributed_c10d._get_default_group()
@@ -280,8 +278,7 @@ def _clean_up_at_exit(device: torch.device) -> None:
         torch.cuda.set_device(device)
         cleanup_ddp()
 
-    thread = Thread(target=close, daemon=True)
-    thread.start()
+    thread = start_thread(close)
     atexit.register(wait_until_gloo_is_idle)  # atexit calls these in reverse, so this one last
     atexit.register(thread.join, 10)
     atexit.register(exiting.set)
