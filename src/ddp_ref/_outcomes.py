@@ -146,9 +146,6 @@ class Call(AbstractContextManager[Any, None]):
             self.over.set()
             if set(self.executors) - outcomes.keys():
                 atexit.register(self._wake, threads)
-            else:
-                for thread in threads:  # they are at their last lines
-                    thread.join()
         return outcomes, problems
 
     def _ask(self, executor: int, mine: Outcome) -> None:

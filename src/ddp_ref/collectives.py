@@ -171,8 +171,7 @@ def broadcast_object(obj: T, src: int = 0) -> T:
 
 def barrier() -> None:
     """Wait until all ranks have called (collective); a no-op in a world of one."""
-    opened = open_group()
-    if opened:
+    if opened := open_group():
         wait_for_all_ranks(opened.info.device)
 
 
@@ -258,7 +257,8 @@ def move_tensor(own: Any, spec: Any, src: int, to_all: bool = False) -> Tensor |
     sends, receives = _rank() == src, to_all or _rank() == 0
     if spec is None or not (sends or receives):
         return None
-    whole = own.cpu() if sends else torch.empty(spec[0], dtype=spec[1])
+    # A rank that also receives its own tensor gets a copy of it.
+    whole = own.to("cpu", copy=receives) if sends else torch.empty(spec[0], dtype=spec[1])
     # Not every backend sends every dtype, but all of them send bytes. A tensor of one element is
     # contiguous whatever its stride says, so the stride is set here.
     if whole.numel() and _world_size() > 1 and (to_all or src > 0):
@@ -267,7 +267,7 @@ def move_tensor(own: Any, spec: Any, src: int, to_all: bool = False) -> Tensor |
             dist.broadcast(flat, src, group)
         else:
             dist.send(flat, 0, group) if sends else dist.recv(flat, src, group)
-    return (whole.clone() if whole is own else whole) if receives else None
+    return whole if receives else None
 
 
 def _world_size() -> int:
@@ -279,16 +279,15 @@ def _rank() -> int:
 
 
 def _device() -> torch.device:
-    """Return a device whose tensors the default group takes: the CPU, or under nccl the GPU."""
-    if _world_size() == 1 or "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    return known_group().info.device  # not "cuda": in a new thread, that means cuda:0
+    """Return the device of this rank, whose tensors the default group takes; alone, the CPU."""
+    # Not "cuda", which means cuda:0 in a new thread.
+    return known_group().info.device if _world_size() > 1 else torch.device("cpu")
 
 
 def _cpu_group() -> dist.ProcessGroup | None:
     """Return the group for CPU tensors: under nccl the side group, else None, the default group."""
     opened = open_group()  # it also refuses a forked process, which would wait forever
-    return opened.side if opened and _device().type == "cuda" else None
+    return opened.side if opened and opened.info.device.type == "cuda" else None
 
 
 def _reduce(values: Mapping[str, Any], how: str, count: float = 1) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
 from .rendezvous import Rendezvous, RendezvousError, refuse_unsafe_restarts, start_thread
-from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401 - nn_handler's name
+from .slurm import first_host as _first_host_from_slurm_nodelist, read_int  # noqa: F401
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
@@ -164,9 +164,8 @@ def open_group() -> OpenGroup | None:
         atexit.register(wait_until_gloo_is_idle)
         # This has the group's own timeout; new_group would wait for 30 minutes.
         wait_for_all_ranks(group.info.device)
-        side, nodes = dist.new_group(backend="gloo"), [_node()] * group.info.world_size
-        dist.all_gather_object(nodes, nodes[0], group=side)
-        group.side, group.nodes = side, nodes
+        group.side, group.nodes = dist.new_group(backend="gloo"), [""] * group.info.world_size
+        dist.all_gather_object(group.nodes, _node(), group=group.side)
     return group
 
 
@@ -369,8 +368,7 @@ def _local_rank(rank: int, world_size: int) -> int:
         launch = detect_launch()
         if (launch.rank, launch.world_size) == (rank, world_size):
             return launch.local_rank
-    text = os.environ.get("LOCAL_RANK", "")
-    return int(text) if text.isdecimal() else rank
+    return read_int(os.environ, "LOCAL_RANK", rank)
 
 
 def _gloo_activity() -> list[object]:
