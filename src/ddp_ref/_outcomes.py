@@ -14,7 +14,6 @@ returns before all ranks have called.
 import atexit
 import math
 import pickle
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -121,14 +120,13 @@ class Call(AbstractContextManager[Any, None]):
 
     def _collect(self, mine: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
         """Start one thread per executing rank; return the outcomes, and what is wrong by rank."""
-        threads: list[Thread] = []
         outcomes: dict[int, Outcome] = {}
         problems: dict[int, str] = {}
         now = time.monotonic()
         look_at = now + MISMATCH_CHECK_AFTER
         deadline = now + (self.max_wait.total_seconds() if self.max_wait else math.inf)
+        threads = [start_thread(self._ask, rank, mine) for rank in self.executors]
         try:
-            threads += [start_thread(self._ask, rank, mine) for rank in self.executors]
             while set(self.executors) - outcomes.keys() - problems.keys() and now < deadline:
                 with suppress(Empty):  # wait briefly: on Windows, Ctrl-C is handled between waits
                     rank, outcome, seen = self.answers.get(timeout=min(deadline - now, 0.2))
@@ -237,11 +235,9 @@ class Call(AbstractContextManager[Any, None]):
         """Add `rank` to `problems` if the block fails; the main thread raises what is in there."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - out of memory, say
-            text = f"in {self.text}: its outcome could not be received: {error!r}"
-            if isinstance(error, RuntimeError):  # as all of gloo's own errors are
-                text = f"died or left before the end of {self.text}; see its output ({error})"
-            problems.setdefault(rank, f"rank {rank} {text}")
+        except Exception as error:  # noqa: BLE001 - gloo's errors, but also out of memory, say
+            end = f"before the end of {self.text}, or its outcome could not be received"
+            problems.setdefault(rank, f"rank {rank} died or left {end}; see its output ({error!r})")
 
     def _compare(self, rank: int, text: str) -> dict[int, str]:
         """Return the problem if a rank is in the call `text`, and this rank in another one."""
@@ -304,7 +300,7 @@ def add_note(error: BaseException, note: str) -> None:
     """Add `note` to `error`; on Python 3.10, show it as the exception's cause."""
     with suppress(Exception):  # an exception may refuse new attributes
         error.__dict__.setdefault("__notes__", []).append(note)  # Python 3.11 and later print it
-        if sys.version_info < (3, 11):
+        if not hasattr(error, "add_note"):
             cause = RemoteTraceback(note)
             cause.__cause__ = error.__cause__
             error.__cause__ = cause

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
-from .rendezvous import Rendezvous, RendezvousError, refuse_unsafe_restarts, start_thread
+from .rendezvous import GRACE, Rendezvous, RendezvousError, refuse_unsafe_restarts, start_thread
 from .slurm import first_host as _first_host_from_slurm_nodelist, read_int  # noqa: F401
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
@@ -103,10 +103,9 @@ def initialize_ddp(
     """
     if backend not in (None, "nccl", "gloo"):
         raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
-    if not isinstance(timeout, timedelta):
+    if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a timedelta, such as one minute, not {timeout!r}")
-    if not SHORTEST <= timeout <= LONGEST:
+    if timeout is not None and not SHORTEST <= timeout <= LONGEST:
         raise ValueError(f"timeout must be from {SHORTEST} to {LONGEST}, not {timeout}")
     if not (use_distributed is None or isinstance(use_distributed, bool)):
         raise TypeError(f"use_distributed must be True, False or None, not {use_distributed!r}")
@@ -117,7 +116,7 @@ def initialize_ddp(
             rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
         )
         if _should_open_group(use_distributed, launch):
-            return _join_launch(launch, timeout, backend)
+            return _join_launch(launch, timeout or DEFAULT_TIMEOUT, backend)
     device = torch.device("cpu") if backend == "gloo" else _current_device(0)
     return DistInfo(False, 0, 0, 1, device)
 
@@ -125,10 +124,8 @@ def initialize_ddp(
 def cleanup_ddp() -> None:
     """Close the process group and every group made from it. Without a group, do nothing."""
     if dist.is_available() and dist.is_initialized():
-        group = weakref.ref(dist.distributed_c10d._get_default_group())
         dist.destroy_process_group()
-        if group():  # a DDP model, or torch itself, still holds it, so its threads keep running
-            wait_until_gloo_is_idle()
+        wait_until_gloo_is_idle()  # a DDP model, or torch itself, may still hold the group
 
 
 def wait_until_gloo_is_idle() -> None:
@@ -138,10 +135,13 @@ def wait_until_gloo_is_idle() -> None:
     process aborts (up to Python 3.13). Freeing the last DDP model joins gloo's threads while
     holding the GIL that they need.
     """
-    before, now, deadline = None, _gloo_activity(), time.monotonic() + 30
-    while before != now and time.monotonic() < deadline:
+    before, deadline = "", time.monotonic() + 30
+    while (now := _gloo_activity()) != before and time.monotonic() < deadline:
+        before = now
         time.sleep(0.2)
-        before, now = now, _gloo_activity()
+
+
+atexit.register(wait_until_gloo_is_idle)  # the first to be registered is the last to be called
 
 
 def open_group() -> OpenGroup | None:
@@ -161,7 +161,6 @@ def open_group() -> OpenGroup | None:
             "cannot use its process group: make this call in the rank itself, not in the child"
         )
     if group.side is None:
-        atexit.register(wait_until_gloo_is_idle)
         # This has the group's own timeout; new_group would wait for 30 minutes.
         wait_for_all_ranks(group.info.device)
         group.side, group.nodes = dist.new_group(backend="gloo"), [""] * group.info.world_size
@@ -234,6 +233,9 @@ def _join_launch(launch: LaunchInfo, timeout: timedelta, backend: str | None) ->
                 torch.set_num_threads(cores_per_rank(launch))
     except BaseException:
         rendezvous.give_up()
+        # At exit, wait for a thread that is still in C++: if it returns later, the process aborts.
+        # And the store ends with this process, so let the other ranks read what is in it.
+        atexit.register(time.sleep, GRACE)
         start_thread(cleanup_ddp).join(1)  # nccl may wait for the other ranks there
         raise
     info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
@@ -278,8 +280,7 @@ def _clean_up_at_exit(device: torch.device) -> None:
         cleanup_ddp()
 
     thread = start_thread(close)
-    atexit.register(wait_until_gloo_is_idle)  # atexit calls these in reverse, so this one last
-    atexit.register(thread.join, 10)
+    atexit.register(thread.join, 10)  # atexit calls these in reverse
     atexit.register(exiting.set)
 
 
@@ -371,13 +372,13 @@ def _local_rank(rank: int, world_size: int) -> int:
     return read_int(os.environ, "LOCAL_RANK", rank)
 
 
-def _gloo_activity() -> list[object]:
-    """Return a snapshot that changes while any of gloo's threads is active."""
-    threads: list[object] = []
+def _gloo_activity() -> str:
+    """Return a text that changes while any of gloo's threads is active; "" without such threads."""
+    activity = ""
     for task in Path("/proc/self/task").glob("*"):  # Linux only; empty elsewhere
         with suppress(OSError):  # the thread has just ended
             status = (task / "status").read_text()
             if status.startswith("Name:\tpt_gloo_runloop\n"):
                 asleep = "sleeping" in status
-                threads.append(status[status.index("voluntary_") :] if asleep else time.monotonic())
-    return threads
+                activity += status.partition("voluntary_")[2] if asleep else str(time.monotonic())
+    return activity

@@ -25,8 +25,9 @@ from .environment import LaunchInfo
 from .slurm import read_int
 
 T = TypeVar("T")
-GRACE = 0.5  # seconds past the deadline, so that a rank that knows the cause can report it
-ASK_TIMEOUT = 0.5  # seconds to find out which ranks are missing
+# Seconds past the deadline, for a step that knows the cause; to find out which ranks are missing;
+# and at the end, for other ranks and threads.
+GRACE = 0.5
 RETRY, WARN_AFTER = 0.1, 10.0  # seconds: between attempts to connect; until a warning says so
 
 # The store at each master. It outlives its group, because another rank may call initialize_ddp
@@ -60,7 +61,6 @@ class Rendezvous:
         self._key = (*self._master, os.getpid())
         self._deadline = time.monotonic() + timeout.total_seconds()
         self.given_up = Event()
-        self._threads: list[Thread] = []  # one for each step
 
     def run(self, stage: str, step: Callable[[], T]) -> T:
         """Run one step of the opening and return its result, or raise when the time is up.
@@ -83,7 +83,7 @@ class Rendezvous:
             del result  # otherwise frame, exception and traceback form a cycle that holds the store
 
         try:
-            self._threads.append(thread := start_thread(attempt, result))
+            thread = start_thread(attempt, result)
             while thread.is_alive() and time.monotonic() < self._deadline + GRACE:
                 thread.join(0.2)
             if not result.done():
@@ -104,11 +104,7 @@ class Rendezvous:
     def give_up(self) -> None:
         """Disconnect, and make a step that is still running destroy any group that it opens."""
         self.given_up.set()
-        for thread in self._threads:  # one that returns from C++ while Python exits aborts it
-            thread.join(GRACE)
-        if hosts_store(self.launch):
-            time.sleep(GRACE)  # the store ends with this process: let the others read what is in it
-        else:
+        if not hosts_store(self.launch):
             _stores.pop(self._key, None)
 
     def exchange(self, report: object) -> list[Any]:
@@ -149,7 +145,7 @@ class Rendezvous:
 
         def ask() -> None:
             with suppress(AttributeError, dist.DistError):  # no store yet, or no answer from it
-                self.store.set_timeout(timedelta(seconds=ASK_TIMEOUT))
+                self.store.set_timeout(timedelta(seconds=GRACE))
                 store = self.store.clone()
                 others = sorted(set(range(self.launch.world_size)) - {self.launch.rank})
                 missing = [rank for rank in others if not store.check([f"{self._reports}/{rank}"])]
@@ -157,7 +153,7 @@ class Rendezvous:
                     store.set(self._stage, json.dumps(missing))
                 answer.append(missing)
 
-        start_thread(ask).join(ASK_TIMEOUT)
+        start_thread(ask).join(GRACE)
         return answer[0] if answer else None
 
     def _late(self, missing: list[int] | None) -> RendezvousError:
