@@ -1,5 +1,6 @@
 """What on_rank and rank_first promise, checked on every rank: run by test_on_rank.py."""
 
+import gc
 import itertools
 import operator
 import re
@@ -7,6 +8,7 @@ import resource
 import sys
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -175,6 +177,29 @@ def check_of_several_exceptions_the_lowest_rank_is_raised():
             assert f"raised on rank {rank} in" in text_of(error)
         assert len(error.__notes__) == len(ranks)
     usable()
+
+
+def check_what_a_failed_body_held_is_freed_with_its_exception():
+    """Without the garbage collector: a frame that held its own exception would keep it alive."""
+    held = []
+
+    def fail():
+        local = ScriptError("held by the body's frame")
+        held.append(weakref.ref(local))
+        raise LookupError("no")
+
+    def fail_in_block():
+        with rank_first():
+            fail()
+
+    gc.disable()
+    try:
+        for call in (on_rank(0)(fail), on_rank(range(dist.get_world_size()))(fail), fail_in_block):
+            raised(LookupError, call)
+    finally:
+        gc.enable()
+    assert [reference() for reference in held] == [None] * len(held)
+    assert len(held) == (3 if dist.get_rank() == 0 else 1)
 
 
 def check_one_failure_among_several_workers_is_raised_on_all():

@@ -33,6 +33,7 @@ from ddp_ref.initialize import (
     _first_host_from_slurm_nodelist,
     _initialize_distributed,
     _is_env_distributed,
+    _join_launch,
     _open_groups,
     _pick_device,
     _resolve_device,
@@ -453,7 +454,7 @@ def test_world_of_one(monkeypatch):
         dist.barrier(open_group().side)
     finally:
         cleanup_ddp()
-    assert _initialize_distributed(SHORT, backend="gloo") == info
+    assert _initialize_distributed(SHORT) == info
     cleanup_ddp()
 
 
@@ -585,7 +586,7 @@ def test_failure_after_the_group_is_open(monkeypatch):
     master = {"master_addr": HOST, "master_port": free_port()}
     launch = LaunchInfo(launcher="slurm", reason="", **master)
     with no_group_left(), pytest.raises(ValueError, match="SLURM_CPUS_PER_TASK"):
-        _initialize_distributed(SHORT, launch=launch, backend="gloo")
+        _join_launch(launch, SHORT, "gloo")
 
 
 def test_port_in_use():

@@ -16,7 +16,14 @@ import torch.distributed as dist
 from harness import Running
 from rank_checks import check_passes, checks, on_ranks
 
-from ddp_ref import initialize_ddp, run_ranks
+from ddp_ref import (
+    barrier,
+    broadcast_object,
+    gather_objects,
+    initialize_ddp,
+    reduce_sum,
+    run_ranks,
+)
 from ddp_ref._outcomes import pack_exception, unpack_exception
 from ddp_ref.decorators import on_rank, rank_first
 
@@ -148,7 +155,8 @@ def test_a_rank_that_cannot_take_what_was_sent_says_so():
         on_rank(0, broadcast=True)(lambda: bytes(2**28))()
 
     with pytest.raises(
-        RuntimeError, match=r"rank 0 in .*: its outcome could not be received: MemoryError"
+        RuntimeError,
+        match=r"rank 0 died or left .* or its outcome could not be received.*MemoryError",
     ):
         run_ranks(work, timeout=timedelta(seconds=60))
 
@@ -162,21 +170,28 @@ def test_an_exception_is_pickled_once():
 
 
 class Calling(torch.utils.data.Dataset):
+    def __init__(self, call):
+        self.call = call
+
     def __len__(self):
         return 2
 
     def __getitem__(self, index):
-        return on_rank(0, broadcast=True)(lambda: index)()
+        return self.call()
 
 
 def test_a_process_forked_from_a_rank_is_told_so():
+    """Its sockets are the rank's, so a call would wait until the timeout."""
+
     def work():
         initialize_ddp()
-        loader = torch.utils.data.DataLoader(Calling(), num_workers=1, timeout=30)
-        with pytest.raises(
-            RuntimeError, match=r"forked from rank .* make this call in the rank itself"
-        ):
-            next(iter(loader))
+        calls = [on_rank(0, broadcast=True)(lambda: 1), barrier, lambda: broadcast_object(1)]
+        for call in [*calls, lambda: reduce_sum({"x": 1.0}), lambda: gather_objects(1)]:
+            loader = torch.utils.data.DataLoader(Calling(call), num_workers=1, timeout=30)
+            with pytest.raises(
+                RuntimeError, match=r"forked from rank .* make this call in the rank itself"
+            ):
+                next(iter(loader))
 
     run_ranks(work, timeout=timedelta(seconds=60))
 

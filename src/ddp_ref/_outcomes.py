@@ -16,8 +16,8 @@ import math
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -28,12 +28,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .initialize import OpenGroup
+from .rendezvous import start_thread
 
 FOREVER = timedelta(days=365)  # the work may take as long as it likes
 MISMATCH_CHECK_AFTER = 10.0  # seconds of waiting before a rank looks for ranks in other calls
 LOOK_EVERY = 1.0  # seconds between two looks
 GRACE = 2.0  # seconds to collect further problems after the first; must exceed LOOK_EVERY
-FRAME, SMALL = 4096, 2048  # bytes of the first message, and of a result that fits into it
+FRAME = 4096  # bytes of the first message, which holds everything if there is room
 SIZES = Struct("!QQ")  # at the beginning of a frame: the bytes of the head and of the value
 ROOM = FRAME - SIZES.size
 WAKING_TAG = 2**31 - 1  # no call reaches this tag
@@ -48,20 +49,29 @@ class Outcome(NamedTuple):
 
     call: str
     failure: bytes | None  # its packed exception
-    value: Any  # its packed result: a buffer, empty if there is none
     problems: dict[int, str]  # by rank: who died, or who is in another call
+    value: Any = b""  # its packed result: a buffer, empty if there is none
 
 
 @dataclass
-class Call:
-    """One on_rank or rank_first call on this rank, and the queue of its threads' answers."""
+class Call(AbstractContextManager[Any, None]):
+    """One on_rank or rank_first call on this rank: a context manager around the work.
+
+    Every member enters it, and the executing ranks do their work in the block. At its end, all
+    members wait for all of that work. If some of it failed, all of them raise its exception.
+
+    Raises:
+        BaseException: The exception of the lowest executing rank that failed, the others as notes.
+        RuntimeError: If a rank died or is in another call.
+        TimeoutError: If a rank has not finished within `max_wait`.
+    """
 
     opened: OpenGroup
     name: str  # the same on all ranks
     executors: Sequence[int]  # the ranks that do the work, in ascending order
     members: Sequence[int]  # the ranks that take part: all, or those of this node
-    node: Sequence[int]  # the ranks of this node
     max_wait: timedelta | None = None  # for the other ranks; None: as long as it takes
+    value: Any = b""  # the packed result: this rank's, after the block the first executing rank's
     awaited: int | None = None  # on an executing rank: which rank has not called yet
     over: Event = field(default_factory=Event)
     answers: SimpleQueue[Any] = field(default_factory=SimpleQueue)  # (rank, outcome, problems)
@@ -74,29 +84,16 @@ class Call:
         self.text = f"{self.name} (call {calls[local]})"
         self.tag = 4 * calls[local] + 2 * local  # of requests; outcomes use tag + 1
         # Ranks that share one of these keys must be in the same call.
-        self.keys = [f"ddp_ref/waiting/node of rank {self.node[0]}/{sum(calls)}"]
-        self.keys += [] if local else [f"ddp_ref/waiting/{calls[local]}"]
+        self.keys = [f"ddp_ref/waiting/node {self.opened.nodes[self.me]}/{sum(calls)}"]
+        if not local:
+            self.keys.append(f"ddp_ref/waiting/{calls[local]}")
 
-    def wait_for_outcomes(self, error: BaseException | None = None, value: Any = b"") -> Any:
-        """Wait until the executing ranks have finished their work (collective: all members call).
-
-        Args:
-            error: What this rank's own work raised.
-            value: What this rank's own work returned, packed into a buffer.
-
-        Returns:
-            The packed result of the first executing rank.
-
-        Raises:
-            BaseException: The exception of the lowest executing rank that failed, the others as
-                notes.
-            RuntimeError: If a rank died or is in another call.
-            TimeoutError: If a rank has not finished within `max_wait`.
-        """
-        mine = Outcome(self.text, None if error is None else pack_exception(error), value, {})
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        failure = None if error is None else pack_exception(error)
+        mine = Outcome(self.text, failure, {}, self.value)
         outcomes, problems = self._collect(mine)
-        if mine.failure:  # known even if no other rank answers
-            outcomes.setdefault(self.me, mine)
+        if failure:  # known even if no other rank answers
+            outcomes[self.me] = mine
         errors: dict[tuple[int, int], BaseException] = {}  # by (priority, rank)
         for rank, outcome in outcomes.items():
             if outcome.failure:
@@ -105,8 +102,11 @@ class Call:
         for rank, problem in problems.items():
             errors[1 if rank in self.executors else 2, rank] = RuntimeError(problem)
         if error is not None:
-            where = f"raised on rank {self.me} in {self.text}"
-            errors[0, self.me] = _local_exception(error, errors[0, self.me], where)
+            if type(errors[0, self.me]) is type(error):
+                errors[0, self.me] = error
+                add_note(error, f"raised on rank {self.me} in {self.text}")
+            else:  # all ranks raise the same type
+                errors[0, self.me].__cause__ = error
             error = None  # a frame that holds its own exception keeps the work's locals alive
         if errors:
             _raise_first([errors.pop(key) for key in sorted(errors)])
@@ -116,38 +116,34 @@ class Call:
                 f"{self.text} has not ended within max_wait={self.max_wait}, still waiting for "
                 f"rank {awaited}: see its output, or pass a longer max_wait (None: no limit)"
             )
-        return outcomes[self.executors[0]].value
+        self.value = outcomes[self.executors[0]].value
 
     def _collect(self, mine: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
         """Start one thread per executing rank; return the outcomes, and what is wrong by rank."""
-        threads = [Thread(target=self._ask, args=(r, mine), daemon=True) for r in self.executors]
         outcomes: dict[int, Outcome] = {}
         problems: dict[int, str] = {}
-        longest = self.max_wait.total_seconds() if self.max_wait else math.inf
         now = time.monotonic()
-        look_at, deadline = now + MISMATCH_CHECK_AFTER, now + longest
+        look_at = now + MISMATCH_CHECK_AFTER
+        deadline = now + (self.max_wait.total_seconds() if self.max_wait else math.inf)
+        threads = [start_thread(self._ask, rank, mine) for rank in self.executors]
         try:
-            for thread in threads:
-                thread.start()
             while set(self.executors) - outcomes.keys() - problems.keys() and now < deadline:
                 with suppress(Empty):  # wait briefly: on Windows, Ctrl-C is handled between waits
                     rank, outcome, seen = self.answers.get(timeout=min(deadline - now, 0.2))
-                    outcomes |= {rank: outcome} if outcome else {}
+                    if outcome:
+                        outcomes[rank] = outcome
                     problems = {r: text for r, text in seen.items() if r != self.me} | problems
                     if problems:
                         deadline = min(deadline, time.monotonic() + GRACE)
                 now = time.monotonic()
                 if now > look_at:
                     # The store may be hosted by a frozen rank, so this needs a thread as well.
-                    Thread(target=self._look_for_other_calls, daemon=True).start()
+                    start_thread(self._look_for_other_calls)
                     look_at = math.inf
         finally:
             self.over.set()
             if set(self.executors) - outcomes.keys():
                 atexit.register(self._wake, threads)
-            else:
-                for thread in threads:  # they are at their last lines
-                    thread.join()
         return outcomes, problems
 
     def _ask(self, executor: int, mine: Outcome) -> None:
@@ -156,16 +152,16 @@ class Call:
         If it is this rank, answer the others.
         """
         if executor == self.me:
-            return self._answer_all(mine)
-        try:
+            self._answer_all(mine)
+            return
+        outcome: Any = None  # until it is here
+        problems: dict[int, str] = {}
+        with self._loss_noted(executor, problems):
             self._send(executor, self.tag, self.text.encode())
             head, value = self._receive(executor, self.tag + 1)
-            outcome = pickle.loads(head)
-            outcome = outcome._replace(value=value or outcome.value)
-            problems = outcome.problems | self._compare(executor, outcome.call)
-            self.answers.put((executor, outcome, problems))
-        except Exception as error:  # noqa: BLE001 - out of memory, say; the main thread raises it
-            self.answers.put((executor, None, self._lost(executor, error)))
+            outcome = pickle.loads(head)._replace(value=value)
+            problems |= outcome.problems | self._compare(executor, outcome.call)
+        self.answers.put((executor, outcome, problems))
 
     def _answer_all(self, mine: Outcome) -> None:
         """Receive from every other rank which call it is in, then send each of them the outcome."""
@@ -173,18 +169,12 @@ class Call:
         problems: dict[int, str] = {}
         for peer in peers:
             self.awaited = peer
-            try:
+            with self._loss_noted(peer, problems):
                 problems |= self._compare(peer, self._receive(peer, self.tag)[0].decode())
-            except Exception as error:  # noqa: BLE001 - the main thread raises it
-                problems |= self._lost(peer, error)
-        head, value = mine._replace(value=b"", problems=problems), mine.value
-        if len(value) < SMALL:  # small enough to send with the head
-            head, value = head._replace(value=bytes(value)), b""
+        head = pickle.dumps(mine._replace(problems=problems, value=b""))
         for peer in peers:
-            try:
-                self._send(peer, self.tag + 1, pickle.dumps(head), value)
-            except Exception as error:  # noqa: BLE001 - the main thread raises it
-                problems = self._lost(peer, error) | problems
+            with self._loss_noted(peer, problems):
+                self._send(peer, self.tag + 1, head, mine.value)
         self.answers.put((self.me, mine, problems))
 
     def _look_for_other_calls(self) -> None:
@@ -202,9 +192,11 @@ class Call:
                     self.answers.put((int(rank), None, self._compare(int(rank), text)))
 
     def _send(self, peer: int, tag: int, head: bytes, value: Any = b"") -> None:
-        """Send the sizes and the start of `head` in one frame, then the rest and the value."""
-        start = SIZES.pack(len(head), len(value)) + head[:ROOM]
-        for part in (bytearray(start.ljust(FRAME, b"\0")), bytearray(head[ROOM:]), value):
+        """Send `head` and `value` in one frame, or after a frame that holds only their sizes."""
+        frame, parts = SIZES.pack(len(head), len(value)), [bytearray(head), value]
+        if len(head) + len(value) <= ROOM:
+            frame, parts = frame + head + bytes(value), []
+        for part in [bytearray(frame.ljust(FRAME, b"\0")), *parts]:
             if len(part):
                 self.opened.side.send([_tensor(part)], peer, tag).wait(FOREVER)
 
@@ -219,8 +211,10 @@ class Call:
 
         frame = receive(FRAME)
         head_size, value_size = SIZES.unpack_from(frame)
-        head = frame[SIZES.size : SIZES.size + head_size]
-        return head + receive(head_size - len(head)), receive(value_size)
+        if head_size + value_size > ROOM:
+            return receive(head_size), receive(value_size)
+        content = frame[SIZES.size : SIZES.size + head_size + value_size]
+        return content[:head_size], content[head_size:]
 
     def _wake(self, threads: Sequence[Thread]) -> None:
         """At exit, end the threads of a wait that was given up.
@@ -236,11 +230,14 @@ class Call:
         for thread in waiting:
             thread.join(1)
 
-    def _lost(self, rank: int, error: Exception) -> dict[int, str]:
-        unread = f"in {self.text}: its outcome could not be received: {error!r}"
-        left = f"died or left before the end of {self.text}; see its output ({error})"
-        # gloo's own errors are all RuntimeErrors.
-        return {rank: f"rank {rank} {left if isinstance(error, RuntimeError) else unread}"}
+    @contextmanager
+    def _loss_noted(self, rank: int, problems: dict[int, str]) -> Iterator[None]:
+        """Add `rank` to `problems` if the block fails; the main thread raises what is in there."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - gloo's errors, but also out of memory, say
+            end = f"before the end of {self.text}, or its outcome could not be received"
+            problems.setdefault(rank, f"rank {rank} died or left {end}; see its output ({error!r})")
 
     def _compare(self, rank: int, text: str) -> dict[int, str]:
         """Return the problem if a rank is in the call `text`, and this rank in another one."""
@@ -302,23 +299,11 @@ def describe(error: BaseException) -> str:
 def add_note(error: BaseException, note: str) -> None:
     """Add `note` to `error`; on Python 3.10, show it as the exception's cause."""
     with suppress(Exception):  # an exception may refuse new attributes
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-            return
-        error.__dict__.setdefault("__notes__", []).append(note)
-        cause = RemoteTraceback("\n".join(error.__dict__["__notes__"]))
-        old = error.__cause__
-        cause.__cause__ = old.__cause__ if isinstance(old, RemoteTraceback) else old
-        error.__cause__ = cause
-
-
-def _local_exception(error: BaseException, travelled: BaseException, where: str) -> BaseException:
-    """Return what this rank raises for its own failure: the same type as on all other ranks."""
-    if type(travelled) is not type(error):
-        travelled.__cause__ = error
-        return travelled
-    add_note(error, where)
-    return error
+        error.__dict__.setdefault("__notes__", []).append(note)  # Python 3.11 and later print it
+        if not hasattr(error, "add_note"):
+            cause = RemoteTraceback(note)
+            cause.__cause__ = error.__cause__
+            error.__cause__ = cause
 
 
 def _raise_first(errors: list[BaseException]) -> None:

@@ -2,7 +2,8 @@
 
 Every function here is collective: all ranks call it, in the same order. Without a process group, or
 in a world of one, each function returns what a single rank would get. A rank whose value cannot be
-sent raises, and must then exit, because the other ranks wait for its value.
+sent raises, and must then exit, because the other ranks wait for its value. In a process that was
+forked from a rank, such as a DataLoader's worker, every function raises a RuntimeError.
 """
 
 import copyreg
@@ -141,7 +142,7 @@ def gather_objects(obj: T, to_all: bool = False) -> list[T] | None:
     """
     packed = torch.frombuffer(pack_object(obj), dtype=torch.uint8)
     parts: list[Any] | None = gather_tensors(packed, to_all)
-    return parts and [unpack_object(part.numpy().data) for part in parts]
+    return parts and [pickle.loads(part.numpy().data) for part in parts]
 
 
 def broadcast_object(obj: T, src: int = 0) -> T:
@@ -163,22 +164,22 @@ def broadcast_object(obj: T, src: int = 0) -> T:
         raise ValueError(f"src must be a rank of this world, from 0 to {last}, not {src!r}")
     if last == 0:
         return obj
-    sender = dist.get_rank() == src
-    box: list[Any] = [bytes(pack_object(obj)) if sender else None]
-    dist.broadcast_object_list(box, src, _cpu_group())
-    return obj if sender else unpack_object(box[0])
+    packed = torch.frombuffer(pack_object(obj), dtype=torch.uint8) if _rank() == src else None
+    parts: Any = gather_tensors(packed, to_all=True)
+    return obj if _rank() == src else pickle.loads(parts[src].numpy().data)
 
 
 def barrier() -> None:
     """Wait until all ranks have called (collective); a no-op in a world of one."""
-    if _world_size() > 1:
-        wait_for_all_ranks(known_group().info.device)
+    if opened := open_group():
+        wait_for_all_ranks(opened.info.device)
 
 
 def pack_object(obj: object) -> memoryview:
     """Return `obj` pickled, in a buffer that torch can send without another copy.
 
-    A CUDA tensor arrives on the receiver's current CUDA device, or on the CPU if it sees none. A
+    `pickle.loads` unpacks it, which can run code, so load only what ranks of this job sent. A CUDA
+    tensor arrives on the receiver's current CUDA device, or on the CPU if it sees none. A
     view of part of a tensor becomes a copy of that part.
     """
     buffer = PickleFile()
@@ -186,11 +187,6 @@ def pack_object(obj: object) -> memoryview:
     pickler.dispatch_table = {**copyreg.dispatch_table, **REDUCERS}
     pickler.dump(obj)
     return buffer.getbuffer()
-
-
-def unpack_object(packed: bytes | bytearray | memoryview) -> Any:
-    """Return what pack_object packed. Unpickling can run code: only for bytes of our own ranks."""
-    return pickle.loads(packed)
 
 
 class PickleFile(io.BytesIO):
@@ -261,7 +257,8 @@ def move_tensor(own: Any, spec: Any, src: int, to_all: bool = False) -> Tensor |
     sends, receives = _rank() == src, to_all or _rank() == 0
     if spec is None or not (sends or receives):
         return None
-    whole = own.cpu() if sends else torch.empty(spec[0], dtype=spec[1])
+    # A rank that also receives its own tensor gets a copy of it.
+    whole = own.to("cpu", copy=receives) if sends else torch.empty(spec[0], dtype=spec[1])
     # Not every backend sends every dtype, but all of them send bytes. A tensor of one element is
     # contiguous whatever its stride says, so the stride is set here.
     if whole.numel() and _world_size() > 1 and (to_all or src > 0):
@@ -270,7 +267,7 @@ def move_tensor(own: Any, spec: Any, src: int, to_all: bool = False) -> Tensor |
             dist.broadcast(flat, src, group)
         else:
             dist.send(flat, 0, group) if sends else dist.recv(flat, src, group)
-    return (whole.clone() if whole is own else whole) if receives else None
+    return whole if receives else None
 
 
 def _world_size() -> int:
@@ -282,16 +279,15 @@ def _rank() -> int:
 
 
 def _device() -> torch.device:
-    """Return a device whose tensors the default group takes: the CPU, or under nccl the GPU."""
-    if _world_size() == 1 or "cpu:" in dist.get_backend_config():
-        return torch.device("cpu")
-    return known_group().info.device  # not "cuda": in a new thread, that means cuda:0
+    """Return the device of this rank, whose tensors the default group takes; alone, the CPU."""
+    # Not "cuda", which means cuda:0 in a new thread.
+    return known_group().info.device if _world_size() > 1 else torch.device("cpu")
 
 
 def _cpu_group() -> dist.ProcessGroup | None:
     """Return the group for CPU tensors: under nccl the side group, else None, the default group."""
-    opened = open_group() if _device().type == "cuda" else None
-    return opened.side if opened else None
+    opened = open_group()  # it also refuses a forked process, which would wait forever
+    return opened.side if opened and opened.info.device.type == "cuda" else None
 
 
 def _reduce(values: Mapping[str, Any], how: str, count: float = 1) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import functools
 import inspect
 import operator
+import pickle
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,7 @@ from threading import Lock
 from typing import ParamSpec, TypeVar
 
 from ._outcomes import Call
-from .collectives import pack_object, unpack_object
+from .collectives import pack_object
 from .initialize import open_group, wait_for_all_ranks
 
 P = ParamSpec("P")
@@ -123,22 +123,16 @@ def _run(work: Callable[[], R], join: Join, barrier: bool, broadcast: bool) -> R
     executes, call = join()
     if call is None:
         return work() if executes else None
-    result, error, packed = None, None, memoryview(b"")
-    if executes:
-        try:
+    result = None
+    with call:
+        if executes:
             with _body:
                 result = work()
             if broadcast and call.me == call.executors[0]:
-                packed = pack_object(result)
-        except BaseException as caught:  # noqa: BLE001 - raised below, on all ranks
-            error = caught
-    try:
-        shared = call.wait_for_outcomes(error, packed)
-    finally:
-        del error  # otherwise this frame keeps the exception alive, and so the body's locals
+                call.value = pack_object(result)
     if barrier:
         wait_for_all_ranks(call.opened.info.device)
-    return unpack_object(shared) if broadcast and not executes else result
+    return pickle.loads(call.value) if broadcast and not executes else result
 
 
 @contextmanager
@@ -147,17 +141,10 @@ def _rank_first(name: str, rank: int, local: bool) -> Iterator[None]:
     if call is None:
         yield
         return
-    error = None
-    if executes:
-        try:
+    with call:
+        if executes:
             with _body:
                 yield
-        except BaseException as caught:  # noqa: BLE001 - raised below, on all ranks
-            error = caught
-    try:
-        call.wait_for_outcomes(error)
-    finally:
-        del error
     if not executes:
         with _body:
             yield
@@ -173,9 +160,8 @@ def _join(
     """
     opened = open_group()
     me, nodes = (opened.info.rank, opened.nodes) if opened else (0, [""])
-    node = [rank for rank, other in enumerate(nodes) if other == nodes[me]]
-    members: Sequence[int] = node if local else range(len(nodes))
-    count = max(Counter(nodes).values()) if local else len(nodes)
+    members = [rank for rank, node in enumerate(nodes) if not local or node == nodes[me]]
+    count = max(map(nodes.count, nodes)) if local else len(nodes)
     listed = ", ".join(map(str, ranks))
     if not ranks or not set(ranks) <= set(range(count)):
         what = "local ranks" if local else "ranks of this world"
@@ -184,7 +170,7 @@ def _join(
     if opened is None or len(members) == 1 or not executors or _body.locked():
         return me in executors, None
     text = f"{name} on {'local ' if local else ''}rank {listed}"
-    return me in executors, Call(opened, text, executors, members, node, max_wait)
+    return me in executors, Call(opened, text, executors, members, max_wait)
 
 
 def _as_ranks(rank: Ranks) -> tuple[int, ...]:

@@ -199,9 +199,7 @@ def _interface(launch: LaunchInfo) -> str:
     if not set(chosen.split(",")) <= {*names, ""}:
         raise RuntimeError(f"GLOO_SOCKET_IFNAME={chosen}, but there is only {', '.join(names)}")
     if not chosen and launch.nnodes > 1 and _address(socket.gethostname()).is_loopback:
-        raise RuntimeError(
-            "this host's own name is a loopback address, which no other node reaches"
-        )
+        raise RuntimeError("this host's name is a loopback address: other nodes cannot reach it")
     return f"gloo uses {chosen or 'the address of this host'}, out of {', '.join(names)}"
 
 

@@ -1,7 +1,6 @@
 """Read the launcher's variables into one small value, LaunchInfo. Standard library only."""
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -125,6 +124,9 @@ def _complete(environ: Mapping[str, str], launcher: str, reason: str) -> LaunchI
     world_size = read_int(environ, "WORLD_SIZE")
     local_world_size = read_int(environ, "LOCAL_WORLD_SIZE", world_size)
     all_set(environ, MASTER_NAMES, required=world_size > 1)
+    port = read_int(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None
+    if port is not None and not 0 < port < 2**16:
+        raise ValueError(f"MASTER_PORT must be from 1 to 65535, not {port}")
     return LaunchInfo(
         launcher=launcher,
         reason=reason,
@@ -134,11 +136,5 @@ def _complete(environ: Mapping[str, str], launcher: str, reason: str) -> LaunchI
         local_world_size=local_world_size,
         nnodes=read_int(environ, "GROUP_WORLD_SIZE", -(-world_size // max(1, local_world_size))),
         master_addr=environ.get("MASTER_ADDR"),
-        master_port=_port(environ["MASTER_PORT"]) if "MASTER_PORT" in environ else None,
+        master_port=port,
     )
-
-
-def _port(text: str) -> int:
-    if not re.fullmatch(r"\s*[0-9]{1,5}\s*", text) or not 0 < int(text) < 2**16:
-        raise ValueError(f"MASTER_PORT must be an integer in 1..65535, not {text!r}")
-    return int(text)

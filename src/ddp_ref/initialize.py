@@ -12,15 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
-from .rendezvous import Rendezvous, RendezvousError, refuse_unsafe_restarts
-from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401 - nn_handler's name
+from .rendezvous import GRACE, Rendezvous, RendezvousError, refuse_unsafe_restarts, start_thread
+from .slurm import first_host as _first_host_from_slurm_nodelist, read_int  # noqa: F401
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
@@ -116,7 +116,7 @@ def initialize_ddp(
             rank=rank, world_size=world_size, master_addr=master_addr, master_port=master_port
         )
         if _should_open_group(use_distributed, launch):
-            return _initialize_distributed(timeout, launch, backend)
+            return _join_launch(launch, timeout or DEFAULT_TIMEOUT, backend)
     device = torch.device("cpu") if backend == "gloo" else _current_device(0)
     return DistInfo(False, 0, 0, 1, device)
 
@@ -124,10 +124,8 @@ def initialize_ddp(
 def cleanup_ddp() -> None:
     """Close the process group and every group made from it. Without a group, do nothing."""
     if dist.is_available() and dist.is_initialized():
-        group = weakref.ref(dist.distributed_c10d._get_default_group())
         dist.destroy_process_group()
-        if group():  # a DDP model, or torch itself, still holds it, so its threads keep running
-            wait_until_gloo_is_idle()
+        wait_until_gloo_is_idle()  # a DDP model, or torch itself, may still hold the group
 
 
 def wait_until_gloo_is_idle() -> None:
@@ -137,10 +135,13 @@ def wait_until_gloo_is_idle() -> None:
     process aborts (up to Python 3.13). Freeing the last DDP model joins gloo's threads while
     holding the GIL that they need.
     """
-    before, now, deadline = None, _gloo_activity(), time.monotonic() + 30
-    while before != now and time.monotonic() < deadline:
+    before, deadline = "", time.monotonic() + 30
+    while (now := _gloo_activity()) != before and time.monotonic() < deadline:
+        before = now
         time.sleep(0.2)
-        before, now = now, _gloo_activity()
+
+
+atexit.register(wait_until_gloo_is_idle)  # the first to be registered is the last to be called
 
 
 def open_group() -> OpenGroup | None:
@@ -160,12 +161,10 @@ def open_group() -> OpenGroup | None:
             "cannot use its process group: make this call in the rank itself, not in the child"
         )
     if group.side is None:
-        atexit.register(wait_until_gloo_is_idle)
         # This has the group's own timeout; new_group would wait for 30 minutes.
         wait_for_all_ranks(group.info.device)
-        side, nodes = dist.new_group(backend="gloo"), [_node()] * group.info.world_size
-        dist.all_gather_object(nodes, nodes[0], group=side)
-        group.side, group.nodes = side, nodes
+        group.side, group.nodes = dist.new_group(backend="gloo"), [""] * group.info.world_size
+        dist.all_gather_object(group.nodes, _node(), group=group.side)
     return group
 
 
@@ -197,6 +196,11 @@ def _is_env_distributed() -> bool:
     return detect_launch().master_addr is not None
 
 
+def _initialize_distributed(timeout: timedelta | None = None) -> DistInfo:
+    """Open the group that the environment describes, or fail (collective)."""
+    return initialize_ddp(timeout, use_distributed=True)
+
+
 def _should_open_group(flag: bool | None, launch: LaunchInfo) -> bool:
     if flag is None and launch.world_size == 1:
         return False
@@ -210,17 +214,11 @@ def _should_open_group(flag: bool | None, launch: LaunchInfo) -> bool:
     return True
 
 
-def _initialize_distributed(
-    timeout: timedelta | None = None, launch: LaunchInfo | None = None, backend: str | None = None
-) -> DistInfo:
-    """Open the group that `launch` (default: the environment) describes (collective)."""
-    if dist.is_initialized():
-        return known_group().info
-    launch = launch or detect_launch()
-    _should_open_group(True, launch)
+def _join_launch(launch: LaunchInfo, timeout: timedelta, backend: str | None) -> DistInfo:
+    """Open the group that `launch` describes, and prepare this process for its device."""
     refuse_unsafe_restarts(launch)
     gpu = "" if backend == "gloo" else _gpu_id(_pick_device(launch.local_rank))
-    rendezvous = Rendezvous(launch, timeout or DEFAULT_TIMEOUT)
+    rendezvous = Rendezvous(launch, timeout)
     try:
         reports = rendezvous.run("arrive", lambda: rendezvous.exchange((_node(), gpu)))
         nodes, gpus = map(list, zip(*reports, strict=True))
@@ -235,9 +233,10 @@ def _initialize_distributed(
                 torch.set_num_threads(cores_per_rank(launch))
     except BaseException:
         rendezvous.give_up()
-        cleanup = Thread(target=cleanup_ddp, daemon=True)  # nccl may wait for the other ranks there
-        cleanup.start()
-        cleanup.join(1)
+        # At exit, wait for a thread that is still in C++: if it returns later, the process aborts.
+        # And the store ends with this process, so let the other ranks read what is in it.
+        atexit.register(time.sleep, GRACE)
+        start_thread(cleanup_ddp).join(1)  # nccl may wait for the other ranks there
         raise
     info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
     group = dist.distributed_c10d._get_default_group()
@@ -280,10 +279,8 @@ def _clean_up_at_exit(device: torch.device) -> None:
         torch.cuda.set_device(device)
         cleanup_ddp()
 
-    thread = Thread(target=close, daemon=True)
-    thread.start()
-    atexit.register(wait_until_gloo_is_idle)  # atexit calls these in reverse, so this one last
-    atexit.register(thread.join, 10)
+    thread = start_thread(close)
+    atexit.register(thread.join, 10)  # atexit calls these in reverse
     atexit.register(exiting.set)
 
 
@@ -356,9 +353,10 @@ def _current_device(local_rank: int) -> torch.device:
 def _resolve_device(device: torch.device | str) -> torch.device:
     """Return `device` ("gpu" means "cuda"), or the CPU with a warning if it is not there."""
     wanted = torch.device(device.replace("gpu", "cuda") if isinstance(device, str) else device)
-    # The module is torch.cuda, torch.mps, torch.xpu, ...
-    count = getattr(getattr(torch, wanted.type, None), "device_count", lambda: 0)()
-    if wanted.type == "cpu" or (wanted.index or 0) < count:
+    count = 0
+    with suppress(RuntimeError):  # torch has no module for this type
+        count = torch.get_device_module(wanted).device_count()
+    if (wanted.index or 0) < count:
         return wanted
     visible = f"{wanted.type} devices: {count}"
     warnings.warn(f"no device {str(device)!r} ({visible}): using the CPU", stacklevel=2)
@@ -371,17 +369,16 @@ def _local_rank(rank: int, world_size: int) -> int:
         launch = detect_launch()
         if (launch.rank, launch.world_size) == (rank, world_size):
             return launch.local_rank
-    text = os.environ.get("LOCAL_RANK", "")
-    return int(text) if text.isdecimal() else rank
+    return read_int(os.environ, "LOCAL_RANK", rank)
 
 
-def _gloo_activity() -> list[object]:
-    """Return a snapshot that changes while any of gloo's threads is active."""
-    threads: list[object] = []
+def _gloo_activity() -> str:
+    """Return a text that changes while any of gloo's threads is active; "" without such threads."""
+    activity = ""
     for task in Path("/proc/self/task").glob("*"):  # Linux only; empty elsewhere
         with suppress(OSError):  # the thread has just ended
             status = (task / "status").read_text()
             if status.startswith("Name:\tpt_gloo_runloop\n"):
                 asleep = "sleeping" in status
-                threads.append(status[status.index("voluntary_") :] if asleep else time.monotonic())
-    return threads
+                activity += status.partition("voluntary_")[2] if asleep else str(time.monotonic())
+    return activity

@@ -4,8 +4,7 @@ import hashlib
 import operator
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,9 +22,8 @@ def seed_everything(seed: int, *parts: int) -> None:
         *parts: More integers, such as the rank. Every combination is a seed of its own.
     """
     seed_host(seed, *parts)
-    in_worker = torch.utils.data.get_worker_info() is not None  # a DataLoader's: no CUDA there
-    if not in_worker and torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed_from(seed, *parts))
+    # Before CUDA is in use, as in a DataLoader's worker, torch only remembers this seed.
+    torch.cuda.manual_seed_all(seed_from(seed, *parts))
 
 
 def seed_host(seed: int, *parts: int) -> None:
@@ -37,14 +35,11 @@ def seed_host(seed: int, *parts: int) -> None:
         sys.modules["numpy"].random.seed(number % 2**32)
 
 
-@contextmanager
-def preserved_rng_state() -> Iterator[None]:
-    """Restore the CPU generators after the block, whatever the block draws."""
-    before = generator_state()
-    try:
-        yield
-    finally:
-        set_generator_state(before)
+def preserved_rng_state() -> ExitStack:
+    """Return a context manager that sets the CPU generators back to their state of now."""
+    stack = ExitStack()
+    stack.callback(set_generator_state, generator_state())
+    return stack
 
 
 def generator_state(device: torch.device | None = None) -> dict[str, Any]:

@@ -25,13 +25,21 @@ from .environment import LaunchInfo
 from .slurm import read_int
 
 T = TypeVar("T")
-GRACE = 0.5  # seconds past the deadline, so that a rank that knows the cause can report it
-ASK_TIMEOUT = 0.5  # seconds to find out which ranks are missing
+# Seconds past the deadline, for a step that knows the cause; to find out which ranks are missing;
+# and at the end, for other ranks and threads.
+GRACE = 0.5
 RETRY, WARN_AFTER = 0.1, 10.0  # seconds: between attempts to connect; until a warning says so
 
 # The store at each master. It outlives its group, because another rank may call initialize_ddp
 # again before the rank that hosts the store does. A forked child needs a connection of its own.
 _stores: dict[Any, dist.TCPStore] = {}
+
+
+def start_thread(function: Callable[..., object], *args: object) -> Thread:
+    """Call `function` in a thread that this process does not wait for when it exits."""
+    thread = Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 class RendezvousError(RuntimeError):
@@ -52,7 +60,7 @@ class Rendezvous:
         self._master: tuple[Any, Any] = (launch.master_addr, launch.master_port)
         self._key = (*self._master, os.getpid())
         self._deadline = time.monotonic() + timeout.total_seconds()
-        self.given_up, self._step_over = Event(), Event()
+        self.given_up = Event()
 
     def run(self, stage: str, step: Callable[[], T]) -> T:
         """Run one step of the opening and return its result, or raise when the time is up.
@@ -65,7 +73,6 @@ class Rendezvous:
             step: The function to run. It must end by calling `exchange`.
         """
         self._stage = self._reports = stage
-        self._step_over.clear()
         result: Future[T] = Future()
 
         def attempt(result: Future[T]) -> None:
@@ -74,14 +81,13 @@ class Rendezvous:
             except BaseException as error:  # noqa: BLE001 - raised again in the main thread
                 result.set_exception(error)
             del result  # otherwise frame, exception and traceback form a cycle that holds the store
-            self._step_over.set()
 
         try:
-            Thread(target=attempt, args=(result,), daemon=True).start()
-            while not self._step_over.wait(0.2) and time.monotonic() < self._deadline + GRACE:
-                pass
+            thread = start_thread(attempt, result)
+            while thread.is_alive() and time.monotonic() < self._deadline + GRACE:
+                thread.join(0.2)
             if not result.done():
-                raise self._late(self._ask_who_is_missing())
+                raise self._late(self._find_missing())
             return result.result()
         except RendezvousError:
             raise
@@ -91,33 +97,28 @@ class Rendezvous:
             # A timeout of torch's own, or a rank that died after its report. torch does not say
             # which rank is the cause, and the others may still be reading the store.
             time.sleep(GRACE)
-            raise self._late(self._ask_who_is_missing()) from error
+            raise self._late(self._find_missing()) from error
         finally:
             del result
 
     def give_up(self) -> None:
         """Disconnect, and make a step that is still running destroy any group that it opens."""
         self.given_up.set()
-        # If its thread returns from C++ while Python exits, the process aborts.
-        self._step_over.wait(GRACE)
-        if hosts_store(self.launch):
-            time.sleep(GRACE)  # the store ends with this process: let the others read what is in it
-        else:
+        if not hosts_store(self.launch):
             _stores.pop(self._key, None)
 
     def exchange(self, report: object) -> list[Any]:
         """Return what every rank reports at this stage, in rank order, once all have reached it.
 
-        Rank 0 decides for all ranks whether it has seen all of them in time.
+        Rank 0 says so once it has seen all ranks, unless another rank has named missing ones first.
         """
         self.store = self.store or self._connect()
         keys = [f"{self._stage}/{rank}" for rank in range(self.launch.world_size)]
         self.store.set(keys[self.launch.rank], json.dumps(report))
         if self.launch.rank == 0:
-            missing = [] if self._wait_for(keys) else self._missing(self.store)
-            self.store.set(self._stage, json.dumps(missing))
-        elif not self._wait_for([self._stage]):
-            raise self._late(self._missing(self.store))
+            self._wait_for(keys)
+            self.store.compare_set(self._stage, "", "[]")
+        self._wait_for([self._stage])
         if missing := json.loads(self.store.get(self._stage)):
             raise self._late(missing)
         # From here on, a rank is missing until it has read the decision, too.
@@ -125,36 +126,34 @@ class Rendezvous:
         self.store.set(f"{self._reports}/{self.launch.rank}", "")
         return [json.loads(text) for text in self.store.multi_get(keys)]
 
-    def _wait_for(self, keys: list[str]) -> bool:
-        """Return whether all `keys` are in the store before the deadline."""
+    def _wait_for(self, keys: list[str]) -> None:
+        """Wait until all `keys` are in the store, or until the main thread has given up."""
         pause = 0.001
-        while not self.given_up.wait(pause):
-            if (present := bool(self.store.check(keys))) or time.monotonic() > self._deadline:
-                return present
+        while not self.store.check(keys):
+            if self.given_up.wait(pause):  # so this rank must not report success
+                raise RendezvousError("the main thread has raised")
             pause = min(2 * pause, 0.25)
-        raise RendezvousError("the main thread has raised")  # so this rank must not report success
 
-    def _missing(self, store: dist.Store) -> list[int]:
-        """Return the other ranks that have not come as far as this one in the current stage."""
-        others = set(range(self.launch.world_size)) - {self.launch.rank}
-        return [rank for rank in sorted(others) if not store.check([f"{self._reports}/{rank}"])]
-
-    def _ask_who_is_missing(self) -> list[int] | None:
-        """Return the missing ranks while a step is stuck, or None if the store does not answer.
+    def _find_missing(self) -> list[int] | None:
+        """Return the other ranks that are not as far as this one, and name them to all ranks.
 
         The step may be using the store, so this takes a connection of its own. It also takes a
-        thread, because the frozen rank may be the one that hosts the store.
+        thread, because the frozen rank may be the one that hosts the store. None if the store does
+        not answer.
         """
         answer: list[list[int]] = []
 
         def ask() -> None:
             with suppress(AttributeError, dist.DistError):  # no store yet, or no answer from it
-                self.store.set_timeout(timedelta(seconds=ASK_TIMEOUT))
-                answer.append(self._missing(self.store.clone()))
+                self.store.set_timeout(timedelta(seconds=GRACE))
+                store = self.store.clone()
+                others = sorted(set(range(self.launch.world_size)) - {self.launch.rank})
+                missing = [rank for rank in others if not store.check([f"{self._reports}/{rank}"])]
+                if missing:
+                    store.set(self._stage, json.dumps(missing))
+                answer.append(missing)
 
-        thread = Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(ASK_TIMEOUT)
+        start_thread(ask).join(GRACE)
         return answer[0] if answer else None
 
     def _late(self, missing: list[int] | None) -> RendezvousError:
@@ -197,7 +196,6 @@ class Rendezvous:
                 wait_for_workers=False,
                 multi_tenant=True,
                 timeout=timedelta(seconds=max(self._deadline - time.monotonic(), 1)),
-                use_libuv=os.name != "nt",  # torch's Windows builds have no libuv
             )
         except dist.DistError as error:
             raise self._failure(f"cannot open the store (MASTER_PORT in use?): {error}") from error

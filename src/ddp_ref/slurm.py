@@ -80,13 +80,16 @@ def _tasks_per_node(environ: Mapping[str, str]) -> tuple[int, int]:
     of_step = "SLURM_STEP_TASKS_PER_NODE" in environ
     name = "SLURM_STEP_TASKS_PER_NODE" if of_step else "SLURM_TASKS_PER_NODE"
     counts = environ.get(name, environ["SLURM_STEP_NUM_TASKS"])
-    node, tasks, nodes = read_int(environ, "SLURM_NODEID", 0), 0, 0
+    node = read_int(environ, "SLURM_NODEID", 0)
+    tasks = nodes = 0
     for item in counts.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", item)
         if match is None:
             raise ValueError(f"{name} must be like 2(x3),1, not {counts!r}: unset it")
-        first, nodes = nodes, nodes + int(match[2] or 1)
-        tasks = int(match[1]) if first <= node < nodes else tasks
+        alike = int(match[2] or 1)  # so many nodes in a row have this number of tasks
+        if nodes <= node < nodes + alike:
+            tasks = int(match[1])
+        nodes += alike
     if not tasks:
         raise ValueError(f"SLURM_NODEID={node} has no tasks in {counts!r}: let srun set both")
     return tasks, nodes
