@@ -192,7 +192,7 @@ BUDGETS = {  # lines of code, a tenth above the design's; docstrings and comment
     "handler": (["handler.py"], 270),
     "training": (["training/*.py"], 1540),
     "config": (["config/*.py"], 440),
-    "package": (["**/*.py"], 3943),
+    "package": (["**/*.py"], 3952),
 }
 
 
