@@ -196,15 +196,15 @@ def test_an_executor_that_is_dropped_leaves_neither_process_nor_thread():
     threads = set(threading.enumerate())
     executor = _executor(1)
     (pid,) = _pids(executor)
+    (thread,) = set(threading.enumerate()) - threads
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # of subprocess, that it still runs
         del executor
         gc.collect()
     with suppress(ChildProcessError):  # Popen may already have collected its exit code
         os.waitpid(pid, 0)
-    for thread in set(threading.enumerate()) - threads:  # the call's, in its last lines
-        thread.join(30)
-        assert not thread.is_alive()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -141,9 +141,6 @@ def wait_until_gloo_is_idle() -> None:
         time.sleep(0.2)
 
 
-atexit.register(wait_until_gloo_is_idle)  # the first to be registered is the last to be called
-
-
 def open_group() -> OpenGroup | None:
     """Return the open group with its side group, or None without a process group.
 
@@ -161,6 +158,7 @@ def open_group() -> OpenGroup | None:
             "cannot use its process group: make this call in the rank itself, not in the child"
         )
     if group.side is None:
+        atexit.register(wait_until_gloo_is_idle)
         # This has the group's own timeout; new_group would wait for 30 minutes.
         wait_for_all_ranks(group.info.device)
         group.side, group.nodes = dist.new_group(backend="gloo"), [""] * group.info.world_size
@@ -217,6 +215,7 @@ def _should_open_group(flag: bool | None, launch: LaunchInfo) -> bool:
 def _join_launch(launch: LaunchInfo, timeout: timedelta, backend: str | None) -> DistInfo:
     """Open the group that `launch` describes, and prepare this process for its device."""
     refuse_unsafe_restarts(launch)
+    atexit.register(wait_until_gloo_is_idle)  # atexit calls the last first, so this after cleanup
     gpu = "" if backend == "gloo" else _gpu_id(_pick_device(launch.local_rank))
     rendezvous = Rendezvous(launch, timeout)
     try:

@@ -140,10 +140,10 @@ class TrainerDDP:
         """Raise ValueError, or warn, if the loaded checkpoint does not fit this configuration."""
         before = self.handler.state.data.get("samples")
         if before not in (None, samples):
+            # With another split, items of the test set could be trained on.
             raise ValueError(
-                f"the checkpoint is from a run on {before} training samples, but now "
-                f"there are {samples}, so test items could be trained on: use the same data and "
-                "fractions, or another training.path"
+                f"the checkpoint is from a run on {before} training samples, but now there are "
+                f"{samples}: use the same data and fractions, or another training.path"
             )
         group, wanted = self.handler.optimizer.param_groups[0], self.config["training"]
         for name, value in wanted["optimizer_kwargs"].items() if self.handler.step else ():
@@ -266,7 +266,6 @@ def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInf
             raise ValueError(f"{name} is {given}, but this process is rank {info.rank}")
     if world_size not in (None, info.world_size):
         raise ValueError(
-            f"parallel.world_size is {world_size}, but the launcher started {info.world_size}: "
-            "set it to null"
+            f"parallel.world_size is {world_size}, but {info.world_size} ranks run: set it to null"
         )
     return info

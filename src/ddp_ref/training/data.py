@@ -110,10 +110,7 @@ def eval_loader(
         raise ValueError(f"evaluation uses all items in order: leave out {', '.join(changing)}")
     dataset, batch_size, loader = _unpack(data, batch_size, loader)
     if isinstance(dataset, IterableDataset):
-        raise ValueError(
-            "evaluation needs a data set with a length, and an IterableDataset has none: "
-            "make a list of its items"
-        )
+        raise ValueError("an IterableDataset cannot be evaluated exactly: make a list of its items")
     if isinstance(data, DataLoader):
         own = (data.batch_size is None and data.batch_sampler) or data.sampler
         if _shuffles(own) is None and type(own) not in (ShardSampler, DistributedSampler):
@@ -146,9 +143,7 @@ class TrainBatches:
         if steps_per_epoch is not None:
             check_count("steps_per_epoch", steps_per_epoch)
             if not is_stream:
-                raise ValueError(
-                    "steps_per_epoch is for an IterableDataset: this data has a length"
-                )
+                raise ValueError("steps_per_epoch is for an IterableDataset: leave it out here")
         elif is_stream and world_size > 1:
             raise ValueError(
                 f"an IterableDataset on {world_size} ranks needs steps_per_epoch, because the "

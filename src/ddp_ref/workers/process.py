@@ -5,6 +5,7 @@ and needs no `__main__` guard, the global start method stays unset, DataLoader w
 do under torchrun, and a worker can be killed with everything it started. For Linux and macOS.
 """
 
+import functools
 import math
 import os
 import pickle
@@ -12,11 +13,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -24,7 +27,6 @@ import torch
 
 from .._outcomes import add_note, describe, pack_exception, unpack_exception
 from ..environment import RANK_NAMES, available_cores
-from ..rendezvous import start_thread
 from ..slurm import MASTER_NAMES
 from .serialization import dumps
 
@@ -83,6 +85,10 @@ class Worker:
         with suppress(OSError):  # it is dead already: its first call says so
             start = __name__, os.getpid(), device, sys.path, sys.argv
             self._connection.send_bytes(pickle.dumps(start))
+        # Sending and receiving block, so a thread does it. It ends with this object.
+        self.calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        Thread(target=_run_calls, args=(self.calls,), daemon=True).start()
+        weakref.finalize(self, self.calls.put, None)
 
     @property
     def alive(self) -> bool:
@@ -129,6 +135,12 @@ class Worker:
         return self._process.wait()
 
 
+def _run_calls(calls: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while call := calls.get():
+        call()
+        del call  # it refers to the worker, which must be freed before the next `get` returns
+
+
 def run_all(
     workers: Sequence[Worker], request: bytes, timeout: timedelta | None = None, leave: bool = False
 ) -> list[Any]:
@@ -157,8 +169,8 @@ def run_all(
     queue: SimpleQueue[tuple[Worker, Any]] = SimpleQueue()
     answers: dict[Worker, Any] = {}
     try:
-        for worker in workers:  # each with a thread, because sending and receiving block
-            start_thread(_call, worker, request, leave, queue)
+        for worker in workers:
+            worker.calls.put(functools.partial(_call, worker, request, leave, queue))
         while len(answers) < len(workers) and (left := deadline - time.monotonic()) > 0:
             with suppress(Empty):
                 worker, answers[worker] = queue.get(timeout=min(left, WAKE))
@@ -178,7 +190,7 @@ def run_all(
 
 
 def _call(worker: Worker, request: bytes, leave: bool, queue: "SimpleQueue[Any]") -> None:
-    """Put the worker and its answer into `queue`; a thread runs this."""
+    """Put the worker and its answer into `queue`; the worker's thread runs this."""
     answer = worker.call(request)
     if leave and not isinstance(answer, Failure):
         answer = worker.call(LEAVE) or answer
@@ -226,7 +238,7 @@ def serve(connection: Connection, parent_alive: Connection, parent: int, device:
         fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    start_thread(_die_with_parent, parent_alive, parent)
+    Thread(target=_die_with_parent, args=(parent_alive, parent), daemon=True).start()
     # Python closes the connection before it runs the exit handlers of libraries. This duplicate
     # stays open until the process has ended, so the parent sees EOF only then.
     open_fds = [os.dup(connection.fileno())]
