@@ -332,7 +332,7 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
     with pytest.raises(RuntimeError, match="in loading state_dict"):
         train(config | {"model": {"type": nn.Linear, "args": [4, 3]}})
     changed = {"num_epochs": 2, "optimizer_kwargs": {"lr": 1e-7}}
-    with pytest.warns(UserWarning, match=r"lr is 1e-07, but the checkpoint continues with 0\.1"):
+    with pytest.warns(UserWarning, match=r"lr is 1e-07, but the checkpoint has 0\.1"):
         train(config | {"training": config["training"] | changed})
     # With nothing to validate on, epochs have no such results.
     config["training"]["num_epochs"] = 3
@@ -456,7 +456,7 @@ def test_a_fresh_run_warns_of_no_checkpoint(recwarn):
     settings = {"optimizer_kwargs": {"lr": 0.01, "momentum": 0.8}, "num_epochs": 1}
     trainer = TrainerDDP(0, configuration(scheduler=cycle, **settings))
     trainer.run_training(*trainer.prepare_dataloaders()[:2])
-    assert not [w for w in recwarn if "the checkpoint continues with" in str(w.message)]
+    assert not [w for w in recwarn if "the checkpoint has" in str(w.message)]
 
 
 def test_a_scheduler_that_changed_the_rate_is_no_reason_for_a_warning(tmp_path, recwarn):
@@ -466,12 +466,12 @@ def test_a_scheduler_that_changed_the_rate_is_no_reason_for_a_warning(tmp_path, 
         trainer = TrainerDDP(0, config)
         trainer.run_training(*trainer.prepare_dataloaders()[:2])
     assert trainer.handler.optimizer.param_groups[0]["lr"] < 0.1
-    assert not [w for w in recwarn if "the checkpoint continues with" in str(w.message)]
+    assert not [w for w in recwarn if "the checkpoint has" in str(w.message)]
 
 
 def test_a_world_size_that_is_not_the_launchers_is_refused():
     def work():
-        with pytest.raises(ValueError, match=r"world_size is 3, but the launcher started 2"):
+        with pytest.raises(ValueError, match=r"world_size is 3, but 2 ranks run"):
             TrainerDDP(int(os.environ["RANK"]), configuration() | {"parallel": {"world_size": 3}})
 
     run_ranks(work, nproc=2, timeout=LIMIT)

@@ -154,8 +154,7 @@ def open_group() -> OpenGroup | None:
     group = known_group()
     if group.pid != os.getpid():  # the sockets belong to the parent: any call would hang
         raise RuntimeError(
-            f"this process was forked from rank {group.info.rank}, perhaps by a DataLoader, and "
-            "cannot use its process group: make this call in the rank itself, not in the child"
+            f"a fork of rank {group.info.rank} cannot use its group: make this call in the rank"
         )
     if group.side is None:
         atexit.register(wait_until_gloo_is_idle)

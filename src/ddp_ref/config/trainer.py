@@ -151,8 +151,7 @@ class TrainerDDP:
             saved = group.get(f"initial_{name}", group.get(name, value))
             if saved != value and self.info.rank == 0:
                 warnings.warn(
-                    f"training.optimizer_kwargs.{name} is {value}, but the checkpoint continues "
-                    f"with {saved}",
+                    f"training.optimizer_kwargs.{name} is {value}, but the checkpoint has {saved}",
                     stacklevel=3,
                 )
 

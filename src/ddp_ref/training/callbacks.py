@@ -242,8 +242,7 @@ def _monitored(handler: Any, name: str) -> Sequence[float]:
 def _check_recorded(name: str, known: set[str]) -> None:
     if name not in known:
         raise ValueError(
-            f"nothing is recorded under monitor={name!r}: use one of {', '.join(sorted(known))} "
-            "(names with val_ need validation data)"
+            f"nothing is recorded under monitor={name!r}: use one of {', '.join(sorted(known))}"
         )
 
 

@@ -128,10 +128,8 @@ def find_on_all_ranks(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     if chosen is None:
         return None
     file, checksum = chosen
-    if newest:
-        state, own = newest[1:]
-    else:
-        state, own = {}, None
+    state, own = newest[1:] if newest else ({}, None)
+    if not newest:
         with suppress(OSError, DamagedCheckpoint):
             state, own = _read(file)
     missing = own != checksum
@@ -206,8 +204,7 @@ def check_finite(model: nn.Module) -> None:
     flags = torch.stack([flag.to(wrong[0].device) for flag in wrong]).tolist()
     for name in (name for name, flag in zip(state, flags, strict=True) if flag):
         raise FloatingPointError(
-            f"{name} is not finite, and training cannot recover: load an earlier checkpoint and "
-            "lower the learning rate or set clip_norm"
+            f"{name} is not finite: load an earlier checkpoint and lower the rate or set clip_norm"
         )
 
 

@@ -115,8 +115,7 @@ def eval_loader(
         own = (data.batch_size is None and data.batch_sampler) or data.sampler
         if _shuffles(own) is None and type(own) not in (ShardSampler, DistributedSampler):
             raise ValueError(
-                f"evaluation uses each item once, but a {type(own).__name__} may not: pass a "
-                "Subset with these items, and no sampler or batch_sampler"
+                f"evaluation uses each item once, but a {type(own).__name__} may not: pass a Subset"
             )
         loader["drop_last"] = False
     check_count("batch_size", batch_size)

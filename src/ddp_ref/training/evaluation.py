@@ -94,8 +94,7 @@ def outputs_in_order(
     kinds = set().union(*exchange_objects(own)) if distributed else own
     if len(kinds) > 1:
         raise ValueError(
-            f"outputs must have rows of one shape and dtype, or all be lists, not {kinds}: pad or "
-            "convert the rows"
+            f"outputs must have rows of one shape and dtype, or all be lists, not {kinds}: pad them"
         )
     if kinds == {"list"}:
         rows = [row for batch in batches for row in batch]
@@ -149,7 +148,6 @@ def _rows(outputs: Any, samples: int) -> Any:
             rows = [dict(zip(parts, row, strict=True)) for row in rows]
     if rows is not None and len(rows) != samples:
         raise ValueError(
-            f"there must be one output per item, not {len(rows)} for {samples} items: return one "
-            "row per item, not a mean over the batch"
+            f"there must be one output per item, not {len(rows)} for {samples} items: average none"
         )
     return rows

@@ -132,8 +132,7 @@ class TrainLoop:
         if summary.nonfinite and not self.optimizer_step.skip_nonfinite:
             raise FloatingPointError(
                 f"a loss of epoch {self.state.epoch + 1} is not finite, noticed at step "
-                f"{self.state.step}: lower the learning rate, set clip_norm, or use "
-                'on_nonfinite="skip"'
+                f'{self.state.step}: lower the rate, set clip_norm, or use on_nonfinite="skip"'
             )
         if self.state.samples_seen:  # before the first step, there are no means
             self.state.running = summary.means

@@ -31,14 +31,13 @@ class OptimizerStep:
         self.clip_norm, self.precision = handler.clip_norm, handler.precision
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be above 0, or None, not {self.clip_norm!r}")
-        if handler.on_nonfinite not in ("raise", "skip"):
-            raise ValueError(
-                f'on_nonfinite must be "raise" or "skip", not {handler.on_nonfinite!r}'
-            )
+        on_nonfinite = handler.on_nonfinite
+        if on_nonfinite not in ("raise", "skip"):
+            raise ValueError(f'on_nonfinite must be "raise" or "skip", not {on_nonfinite!r}')
         self.optimizer, self.device = handler.optimizer, handler.device
         _check_precision(self.precision, self.device, handler.info.distributed)
         self.scheduler, self.unit = _scheduler(scheduler)
-        self.skip_nonfinite = handler.on_nonfinite == "skip"
+        self.skip_nonfinite = on_nonfinite == "skip"
         self.scaler = torch.amp.GradScaler() if self.precision == "fp16" else None
         self._scale: float | None = None  # the loss scale after the last step
         self.skipped = 0  # steps that were not taken
@@ -147,8 +146,7 @@ def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
     arguments = [p for p in inspect.signature(step).parameters.values() if p.default is p.empty]
     if needed := [p.name for p in arguments if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
         raise ValueError(
-            f"{type(pair[0]).__name__}.step() needs {', '.join(needed)}, but Handler calls step() "
-            "without arguments: use one of torch's schedulers, or step yours in a Callback"
+            f"{type(pair[0]).__name__}.step() needs {', '.join(needed)}: step it in a Callback"
         )
     return pair
 

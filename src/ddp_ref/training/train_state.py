@@ -127,8 +127,7 @@ def _check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) ->
     for name, value in own.items():
         if saved[name] != value:
             raise ValueError(
-                f"{path} was saved with {name} {saved[name]!r}, not {value!r}: create this "
-                "Handler with the same value, or start from scratch in another folder"
+                f"{path} was saved with {name} {saved[name]!r}, not {value!r}: use the same value"
             )
 
 
