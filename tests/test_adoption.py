@@ -50,7 +50,7 @@ def made(**options):
     [
         ({"optimizer": []}, TypeError, "one torch.optim.Optimizer, not a list: .* own loop"),
         ({"scheduler": {"scheduler": 1}}, ValueError, r"a scheduler or .*\{.*dict\['scheduler'\]"),
-        ({"scheduler": Timm()}, ValueError, r"Timm.step\(\) needs epoch, but Handler calls step"),
+        ({"scheduler": Timm()}, ValueError, r"Timm.step\(\) needs epoch: step it in a Callback"),
         ({"scheduler": (Timm(), "step")}, ValueError, r"Timm.step\(\) needs epoch"),
         (
             {"metrics": {"f1": adoption_checks.F1().update}},

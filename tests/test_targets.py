@@ -29,5 +29,5 @@ def test_fake_gpus_run_every_file_with_gpu_tests():
         for path in (ROOT / "tests").glob("test_*.py")
         if re.search(r"^(@|pytestmark = )pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
     }
-    (command,) = re.findall(r"pytest -m gpu (.*) \$\(ARGS\)", MAKEFILE)
+    (command,) = re.findall(r"pytest -m gpu -n 4 (.*) \$\(ARGS\)", MAKEFILE)
     assert marked == {Path(file).name for file in command.split()}

@@ -325,7 +325,7 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
 
     config = configuration(path=str(tmp_path), num_epochs=1)
     train(config)
-    with pytest.raises(ValueError, match=r"on 40 training .* there are 30, so test items"):
+    with pytest.raises(ValueError, match=r"on 40 training .* there are 30: use the same data"):
         train(config | {"validation": {"fraction": 0.3}})
     with pytest.raises(ValueError, match="optimizer_type 'SGD', not 'AdamW'"):
         train(config | {"training": config["training"] | {"optimizer_type": torch.optim.AdamW}})
@@ -446,7 +446,7 @@ def test_a_validation_stream_is_refused_and_not_left_out():
 
     trainer = TrainerDDP(0, configuration())
     train_loader, *_ = trainer.prepare_dataloaders()
-    with pytest.raises(ValueError, match="evaluation needs a data set with a length"):
+    with pytest.raises(ValueError, match="an IterableDataset cannot be evaluated"):
         trainer.run_training(train_loader, DataLoader(Stream(), 4))
 
 

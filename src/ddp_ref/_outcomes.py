@@ -236,8 +236,8 @@ class Call(AbstractContextManager[Any, None]):
         try:
             yield
         except Exception as error:  # noqa: BLE001 - gloo's errors, but also out of memory, say
-            end = f"before the end of {self.text}, or its outcome could not be received"
-            problems.setdefault(rank, f"rank {rank} died or left {end}; see its output ({error!r})")
+            text = f"died or left before the end of {self.text}, or its outcome was lost"
+            problems.setdefault(rank, f"rank {rank} {text}: see its output ({error!r})")
 
     def _compare(self, rank: int, text: str) -> dict[int, str]:
         """Return the problem if a rank is in the call `text`, and this rank in another one."""

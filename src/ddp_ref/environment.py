@@ -39,8 +39,8 @@ class LaunchInfo:
         for rank, size in (("rank", "world_size"), ("local_rank", "local_world_size")):
             if not 0 <= getattr(self, rank) < getattr(self, size) <= self.world_size:
                 raise ValueError(
-                    f"{rank}={getattr(self, rank)} contradicts {size}={getattr(self, size)} with "
-                    f"{self.world_size} ranks ({self.reason}): let torchrun or srun set them"
+                    f"{rank}={getattr(self, rank)} and {size}={getattr(self, size)} with "
+                    f"world_size={self.world_size} clash ({self.reason}): let the launcher set them"
                 )
 
 

@@ -154,7 +154,7 @@ def open_group() -> OpenGroup | None:
     group = known_group()
     if group.pid != os.getpid():  # the sockets belong to the parent: any call would hang
         raise RuntimeError(
-            f"a fork of rank {group.info.rank} cannot use its group: make this call in the rank"
+            f"a fork of rank {group.info.rank} cannot use its process group: call this in the rank"
         )
     if group.side is None:
         atexit.register(wait_until_gloo_is_idle)
