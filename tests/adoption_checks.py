@@ -354,7 +354,7 @@ def check_outputs_of_any_kind_are_split_into_items():
     assert handler.rank or [len(row) for row in predicted] == [1] * 7
     for kind, error, text in (
         ("loss", TypeError, "outputs must be tensors with one row per item.* not dict"),
-        ("mean", ValueError, "one output per item, not 2 for"),
+        ("mean", ValueError, "2 outputs for .* items: return one row per item"),
     ):
         model.kind = kind
         with pytest.raises(error, match=text):

@@ -142,6 +142,16 @@ def test_import_is_light(tmp_path):
     assert foreign <= {"ddp_ref", "cloudpickle"}
 
 
+def test_import_works_from_a_zip_file(tmp_path):
+    """A zip file has no folder in which to look for the list of names."""
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        for path in PACKAGE.rglob("*.py*"):
+            archive.write(path, path.relative_to(PACKAGE.parent))
+    code = "import sys; sys.path.insert(0, 'package.zip'); import ddp_ref; ddp_ref.on_rank; "
+    result = run(sys.executable, "-c", f"{code}print(ddp_ref.__file__)", cwd=tmp_path)
+    assert "package.zip" in result.stdout, result.stderr
+
+
 def modules():
     """Return each module's path in the package, and where it may import from."""
     for index, name in enumerate(CORE):

@@ -687,3 +687,10 @@ def test_seeds(generators):
 def test_seeds_are_the_same_in_every_process(generators):
     """Written down, because a hash can differ from run to run and yet agree with itself."""
     assert drawn(2024, 3, 141) == (0.7090118509481602, 0.4332271932082037, 0.11704541460603202)
+
+
+def test_a_malformed_local_rank_is_no_error_in_an_open_group(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert initialize_ddp()[:4] == (True, 0, 0, 1)
+    cleanup_ddp()

@@ -34,7 +34,7 @@ INSTEAD = {
     "Generators": "RngState",
     "hold": "capture",
     "rehearse": "warm_up_ddp_buckets",
-    "settle": "wait_for_outcomes",
+    "settle": "Call",
     "outcomes": "_outcomes for the module, or what is in it",
     "Talk": "Request",
     "held": "open_fds",

@@ -6,11 +6,10 @@ nothing, and a project may copy only the folders that it needs.
 """
 
 import ast
-from importlib import import_module
-from pathlib import Path
+from importlib import import_module, resources
 from typing import Any
 
-_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+_STUB = ast.parse(resources.files(__name__).joinpath("__init__.pyi").read_text(encoding="utf-8"))
 _MODULES = {
     imported.name: f".{statement.module}"
     for statement in _STUB.body

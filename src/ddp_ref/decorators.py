@@ -161,7 +161,7 @@ def _join(
     opened = open_group()
     me, nodes = (opened.info.rank, opened.nodes) if opened else (0, [""])
     members = [rank for rank, node in enumerate(nodes) if not local or node == nodes[me]]
-    count = max(map(nodes.count, nodes)) if local else len(nodes)
+    count = max(map(nodes.count, set(nodes))) if local else len(nodes)
     listed = ", ".join(map(str, ranks))
     if not ranks or not set(ranks) <= set(range(count)):
         what = "local ranks" if local else "ranks of this world"

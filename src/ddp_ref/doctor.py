@@ -109,8 +109,7 @@ def _backends(_: LaunchInfo) -> str:
     if not (dist.is_available() and dist.is_gloo_available()):
         raise RuntimeError("this build of torch has no gloo, which on_rank needs")
     if dist.is_nccl_available():
-        version: Callable[[], tuple[int, ...]] = nccl.version
-        return f"gloo, NCCL {'.'.join(map(str, version()))}"
+        return f"gloo, NCCL {'.'.join(map(str, nccl.version()))}"  # type: ignore[no-untyped-call]
     if torch.cuda.is_available():
         raise UserWarning("this build of torch has no NCCL, so DDP cannot use the GPUs")
     return "gloo, no NCCL"

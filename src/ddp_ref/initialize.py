@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from .environment import LaunchInfo, cores_per_rank, detect_launch
 from .rendezvous import GRACE, Rendezvous, RendezvousError, refuse_unsafe_restarts, start_thread
-from .slurm import first_host as _first_host_from_slurm_nodelist, read_int  # noqa: F401
+from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
@@ -122,10 +122,10 @@ def initialize_ddp(
 
 
 def cleanup_ddp() -> None:
-    """Close the process group and every group made from it. Without a group, do nothing."""
+    """Close the process group, if one is open, and every group made from it."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-        wait_until_gloo_is_idle()  # a DDP model, or torch itself, may still hold the group
+    wait_until_gloo_is_idle()  # a DDP model, or torch itself, may still hold a closed group
 
 
 def wait_until_gloo_is_idle() -> None:
@@ -160,8 +160,9 @@ def open_group() -> OpenGroup | None:
         atexit.register(wait_until_gloo_is_idle)
         # This has the group's own timeout; new_group would wait for 30 minutes.
         wait_for_all_ranks(group.info.device)
-        group.side, group.nodes = dist.new_group(backend="gloo"), [""] * group.info.world_size
-        dist.all_gather_object(group.nodes, _node(), group=group.side)
+        side, nodes = dist.new_group(backend="gloo"), [""] * group.info.world_size
+        dist.all_gather_object(nodes, _node(), group=side)
+        group.side, group.nodes = side, nodes  # both at once, and only if nothing has failed
     return group
 
 
@@ -302,7 +303,8 @@ def _gpu_id(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     card = torch.cuda.get_device_properties(device)
-    address = [getattr(card, f"pci_{part}_id", 0) for part in ("domain", "bus", "device")]
+    # A torch that does not know the address compares the UUIDs.
+    address = [getattr(card, f"pci_{part}_id", card.uuid) for part in ("domain", "bus", "device")]
     return f"{card.uuid} {_host_id()}/{':'.join(map(str, address))}"
 
 
@@ -323,9 +325,7 @@ def _agree_on_device(launch: LaunchInfo, gpus: list[str], backend: str | None) -
     if backend == "nccl":
         raise RuntimeError(f'{problem}: nccl needs one per rank; start fewer ranks or use "gloo"')
     if launch.rank == 0:
-        warnings.warn(
-            f"{problem}: running on the CPU; to use CUDA, start one rank per GPU", stacklevel=4
-        )
+        warnings.warn(f"{problem}: running on the CPU; start one rank per GPU", stacklevel=4)
     return torch.device("cpu")
 
 
@@ -367,7 +367,8 @@ def _local_rank(rank: int, world_size: int) -> int:
         launch = detect_launch()
         if (launch.rank, launch.world_size) == (rank, world_size):
             return launch.local_rank
-    return read_int(os.environ, "LOCAL_RANK", rank)
+    text = os.environ.get("LOCAL_RANK", "")
+    return int(text) if text.isdecimal() else rank
 
 
 def _gloo_activity() -> str:

@@ -70,7 +70,7 @@ class Rendezvous:
 
         Args:
             stage: What every rank does in this step. It completes "rank 1 did not ..." in errors.
-            step: The function to run. It must end by calling `exchange`.
+            step: The function to run. It must call `exchange` before it returns.
         """
         self._stage = self._reports = stage
         result: Future[T] = Future()
@@ -129,7 +129,7 @@ class Rendezvous:
     def _wait_for(self, keys: list[str]) -> None:
         """Wait until all `keys` are in the store, or until the main thread has given up."""
         pause = 0.001
-        while not self.store.check(keys):
+        while self.given_up.is_set() or not self.store.check(keys):
             if self.given_up.wait(pause):  # so this rank must not report success
                 raise RendezvousError("the main thread has raised")
             pause = min(2 * pause, 0.25)
@@ -164,7 +164,7 @@ class Rendezvous:
             advice = "check that rank 0, which hosts the store, runs, and that MASTER_PORT is free"
         elif missing:
             problem = f"rank {', '.join(map(str, missing))} did not {self._stage}"
-            advice = "look at its output; it must be running, not frozen, and able to reach rank 0"
+            advice = "look at its output; it must run, start in time, and be able to reach rank 0"
         return self._failure(f"{problem} (timeout {self.timeout}): {advice}")
 
     def _failure(self, problem: str) -> RendezvousError:

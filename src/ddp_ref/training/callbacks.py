@@ -32,9 +32,6 @@ class Callback:
     def on_step_end(self) -> None:
         """Called after each optimizer step; `handler.step` counts it."""
 
-    def on_validation_start(self) -> None:
-        """Called after an epoch's last step, before validation, even without validation data."""
-
     def on_epoch_end(self) -> None:
         """Called after validation; the history and `handler.epoch` already include this epoch."""
 
@@ -107,9 +104,6 @@ class Checkpoint(Callback):
     also saves here when a signal ends training (with several, in the folder of the last one).
     `Handler.load(folder)` loads the newest file.
 
-    The end of an epoch is saved twice, before validation and after it, so an error in validation,
-    in a metric or in another callback costs no training. The second save replaces the first.
-
     Args:
         folder: Where to save.
         every_epochs: Save after this many epochs; None for never.
@@ -155,11 +149,6 @@ class Checkpoint(Callback):
     def on_step_end(self) -> None:
         if self.every_steps and self.handler.step % self.every_steps == 0:
             self._save()
-
-    def on_validation_start(self) -> None:
-        if self.every_epochs and (self.handler.epoch + 1) % self.every_epochs == 0:
-            # The save after validation replaces this one.
-            self.handler.save(self.folder / NAME.format(self.handler.step))
 
     def on_epoch_end(self) -> None:
         if self.every_epochs and self.handler.epoch % self.every_epochs == 0:
@@ -222,16 +211,19 @@ def _check_mode(mode: str) -> None:
 def _check_monitor(handler: Any, name: str | None) -> None:
     """Raise ValueError before training if no epoch will record `name`.
 
-    With a callback of the user's own, this shows only after an epoch: it may record anything.
+    With a callback of the user's own, which may record anything, warn at most.
     """
-    package = f"{__package__.rpartition('.')[0]}."
-    if name is None or not all(type(c).__module__.startswith(package) for c in handler.callbacks):
-        return
     parts = ["train"] if handler.val_loader is None else ["train", "val"]
     known = {f"{part}_{n}" for part in parts for n in ("loss", *handler.metrics)}
     for callback in handler.callbacks:
         known.update(callback._history_names())
-    _check_recorded(name, known)
+    if name is None or name in known | handler.history.keys():
+        return
+    package = f"{__package__.rpartition('.')[0]}."
+    if all(type(c).__module__.startswith(package) for c in handler.callbacks):
+        _check_recorded(name, known)
+    elif name.removeprefix("val_") in ("loss", *handler.metrics):
+        warnings.warn(f"monitor={name!r} will fail without validation data", stacklevel=2)
 
 
 def _monitored(handler: Any, name: str) -> Sequence[float]:

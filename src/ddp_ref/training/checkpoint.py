@@ -204,7 +204,7 @@ def check_finite(model: nn.Module) -> None:
     flags = torch.stack([flag.to(wrong[0].device) for flag in wrong]).tolist()
     for name in (name for name, flag in zip(state, flags, strict=True) if flag):
         raise FloatingPointError(
-            f"{name} is not finite: load an earlier checkpoint and lower the rate or set clip_norm"
+            f"{name} is not finite: load an earlier checkpoint and lower the learning rate"
         )
 
 

@@ -148,6 +148,6 @@ def _rows(outputs: Any, samples: int) -> Any:
             rows = [dict(zip(parts, row, strict=True)) for row in rows]
     if rows is not None and len(rows) != samples:
         raise ValueError(
-            f"there must be one output per item, not {len(rows)} for {samples} items: average none"
+            f"{len(rows)} outputs for {samples} items: return one row per item, not a mean"
         )
     return rows

@@ -64,7 +64,6 @@ class TrainLoop:
                 "batch_size, or leave out drop_last"
             )
         self._sync()
-        self._call("on_validation_start")  # a checkpoint: an error in what follows costs no epoch
         self._end_epoch()
 
     def _train_step(self, window: list[Any]) -> None:
@@ -132,7 +131,7 @@ class TrainLoop:
         if summary.nonfinite and not self.optimizer_step.skip_nonfinite:
             raise FloatingPointError(
                 f"a loss of epoch {self.state.epoch + 1} is not finite, noticed at step "
-                f'{self.state.step}: lower the rate, set clip_norm, or use on_nonfinite="skip"'
+                f'{self.state.step}: lower the learning rate, set clip_norm or on_nonfinite="skip"'
             )
         if self.state.samples_seen:  # before the first step, there are no means
             self.state.running = summary.means

@@ -68,7 +68,8 @@ class RunningSums:
             updated = [name in names for names in every]
             if any(updated) and not all(updated) and _collects_lists(metric):
                 raise ValueError(
-                    f"some ranks have no sample for metric {name!r}, which collects lists: use more"
+                    f"some ranks have no sample for metric {name!r}, which collects lists: use at "
+                    "least one sample per rank, or a metric that adds up numbers"
                 )
             value = metric.compute() if any(updated) else math.nan
             values[name] = _float64_copy(name, value, CPU).item()

@@ -122,12 +122,14 @@ def _check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) ->
     """Raise ValueError unless a Handler with these settings can load `saved`."""
     if missing := [name for name in ("ranks", *SAVED, *own) if name not in saved]:
         raise ValueError(
-            f"{path} has no {missing[0]!r}, so Handler.save did not write it: use load_state_dict"
+            f"{path} has no {missing[0]!r}, so this version of Handler.save did not write it: load "
+            "its weights with torch.load and model.load_state_dict"
         )
     for name, value in own.items():
         if saved[name] != value:
             raise ValueError(
-                f"{path} was saved with {name} {saved[name]!r}, not {value!r}: use the same value"
+                f"{path} was saved with {name} {saved[name]!r}, not {value!r}: create this "
+                "Handler with the same value, or start from scratch in another folder"
             )
 
 
