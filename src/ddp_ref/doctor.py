@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ def _backends(_: LaunchInfo) -> str:
     if not (dist.is_available() and dist.is_gloo_available()):
         raise RuntimeError("this build of torch has no gloo, which on_rank needs")
     if dist.is_nccl_available():
-        return f"gloo, NCCL {'.'.join(map(str, nccl.version()))}"  # type: ignore[no-untyped-call]
+        return f"gloo, NCCL {'.'.join(map(str, cast(Any, nccl).version()))}"
     if torch.cuda.is_available():
         raise UserWarning("this build of torch has no NCCL, so DDP cannot use the GPUs")
     return "gloo, no NCCL"

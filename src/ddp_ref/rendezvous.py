@@ -164,7 +164,7 @@ class Rendezvous:
             advice = "check that rank 0, which hosts the store, runs, and that MASTER_PORT is free"
         elif missing:
             problem = f"rank {', '.join(map(str, missing))} did not {self._stage}"
-            advice = "look at its output; it must run, start in time, and be able to reach rank 0"
+            advice = "look at its output; it must be running, in time and able to reach rank 0"
         return self._failure(f"{problem} (timeout {self.timeout}): {advice}")
 
     def _failure(self, problem: str) -> RendezvousError:
