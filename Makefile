@@ -78,7 +78,7 @@ notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
-test: $(READY)  ## run all tests: real processes, no root needed, about 5 minutes
+test: $(READY)  ## run all tests: real processes, no root needed, 4 to 5 minutes
 	$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(READY)  ## run the long crosses as well
@@ -133,7 +133,7 @@ test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and 
 fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a GPU (0.5 GB, Linux)
 	tests/fakegpu/build.sh $(FAKEGPU) $(BIN)/python
 
-test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 8 minutes
+test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 7 minutes
 	@for gpus in 1 2 4; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
 		$(BIN)/python -m pytest -m gpu -n 4 tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
 
