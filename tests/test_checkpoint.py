@@ -368,3 +368,11 @@ def test_other_names_or_shapes_are_refused():
         checkpoint.load_weights(nn.Linear(2, 3), {"weight": torch.zeros(3, 2)})
     with pytest.raises(RuntimeError, match="size mismatch"):
         checkpoint.load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict())
+
+
+def test_a_state_dict_without_tensors_has_nothing_to_check():
+    class Packed(nn.Linear):
+        def state_dict(self, **options):
+            return {"packed": super().state_dict(**options)}
+
+    checkpoint.check_finite(Packed(1, 1))

@@ -201,7 +201,7 @@ def check_finite(model: nn.Module) -> None:
     # A buffer, such as a mask, may be infinite on purpose, so there only nan is an error.
     wrong = [(v.isnan() if n in buffers else ~v.isfinite()).any() for n, v in state.items()]
     # Read at once, not one by one, because each read waits for the GPU.
-    flags = torch.stack([flag.to(wrong[0].device) for flag in wrong]).tolist()
+    flags = torch.stack([flag.to(wrong[0].device) for flag in wrong]).tolist() if wrong else []
     for name in (name for name, flag in zip(state, flags, strict=True) if flag):
         raise FloatingPointError(
             f"{name} is not finite: load an earlier checkpoint and lower the learning rate"
