@@ -121,6 +121,7 @@ def test_a_finished_run_only_writes(spawned, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.first
 @pytest.mark.timeout(900)  # two minutes where nothing else runs
 def test_defaults(tmp_path):
     """The loss falls, the text has words, and the model finds it likelier than read backwards."""

@@ -188,7 +188,7 @@ signal.signal = lambda number, handler: None
 LEAVES = """
 import os, subprocess
 if os.path.exists("struck"):  # when it is started again
-    subprocess.Popen(["sleep", "60"], start_new_session=True)
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
 """
 
 

@@ -87,6 +87,7 @@ def run_cells(connection, cells):
     """Run `cells` in the kernel of that connection file; return what they printed."""
     client = BlockingKernelClient(connection_file=str(connection))
     client.load_connection_file()
+    client.hb_channel.time_to_dead = 60  # a kernel that waits for a core is not dead
     client.start_channels()
     client.wait_for_ready(timeout=60)
     said = []
