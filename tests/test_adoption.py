@@ -20,7 +20,10 @@ SCRIPT = "adoption_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 2, full=True), on_ranks(SCRIPT, 3)])
+# Fresh, because torch's profiler hangs in a forked process if torch was built for CUDA.
+@pytest.mark.parametrize(
+    "launch", [on_ranks(SCRIPT, 2, fresh=True, full=True), on_ranks(SCRIPT, 3, fresh=True)]
+)
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 
