@@ -51,7 +51,9 @@ STRICT = "src/ddp_ref/[!h]*.py"  # make shows the files
 def what_make_runs(target, folder):
     """Return the commands of a target, as somebody types them in the activated environment."""
     command = ["make", "-C", ROOT, "--dry-run", "--always-make", "--silent", target]
-    printed = run(*command, "TORCH=2.8.0" if target == "test-torch" else "TORCH=", cwd=folder).stdout
+    printed = run(
+        *command, "TORCH=2.8.0" if target == "test-torch" else "TORCH=", cwd=folder
+    ).stdout
     printed = re.sub(r"\.venv[\w.-]*/(bin/)?", "", printed.replace("\\\n", " "))
     return " ".join(printed.replace("--quiet --disable-pip-version-check", "").split())
 
