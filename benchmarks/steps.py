@@ -84,7 +84,8 @@ def against_raw(rows: list[Row]) -> list[str]:
     goals = [goal(near, None if is_near and not quiet else is_near)]
     if peers:
         ahead = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise)
-        text = f"peers ahead of Handler beyond the control: {ahead or 'none'}"
+        unseen = "none" if quiet else "none that we could tell from the noise"
+        text = f"peers ahead of Handler beyond the control: {ahead or unseen}"
         goals.append(goal(text, False if ahead else True if quiet else None))
     return goals
 

@@ -113,13 +113,13 @@ def in_words(tables: Sequence[Table]) -> str:
     parts = []
     for table in tables:
         others = [row for row in table.rows if row.name not in (table.base, table.base + AGAIN)]
-        ratios = "; ".join(
-            f"{row.name} ({number(row.ratio)} times)"
+        times = "; ".join(
+            f"{number(row.ratio)} for {row.name}"
             for row in sorted(others, key=lambda row: row.ratio)
         )
-        noise = f"measured again, it differs by up to {spread(table.rows):.1%}"
-        head = f"The time of {table.title}, relative to {table.base} ({noise}), fastest first"
-        parts.append(f"{head}: {ratios}.")
+        noise = f"Differences below {spread(table.rows):.1%} are noise."
+        one = f"Time of {table.title}, as a multiple of '{table.base}'"
+        parts.append(f"{one}, from fastest to slowest: {times}. {noise}")
     return " ".join(parts).replace("|", "/").replace('"', "'")
 
 

@@ -1,5 +1,7 @@
 """The site: `make docs` builds it from the repository's root, so links work here as on GitHub."""
 
+from pathlib import Path
+
 project = "DDP, step by step"
 author = "the DDP course"
 root_doc = "README"
@@ -7,6 +9,7 @@ html_title = project
 language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions += ["sphinx.ext.githubpages"]  # .nojekyll: GitHub Pages would drop _static
 include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**.md", "notebooks/*.ipynb"]
 include_patterns += ["tests/fakegpu/README.md"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
@@ -25,6 +28,7 @@ html_theme = "furo"
 html_favicon = "favicon.svg"
 html_static_path, html_css_files = ["site.css"], ["site.css"]
 html_extra_path = ["index.html"]  # leads to README.html
+html_search_scorer = str(Path(__file__).with_name("scorer.js"))  # error messages first
 copybutton_prompt_text = "$ "
 
 # GitHub shows the README as it is; on the site it holds the order of all pages.

@@ -310,3 +310,40 @@ def test_validation_sends_the_buffers_of_a_dtype_at_once(tmp_path):
     """30 buffers of two dtypes are two messages; the third has the losses."""
     ended = on_all_gpus(tmp_path, VALIDATE)
     assert ended.stdout == "3\n", ended.stderr
+
+
+def on_the_page(pattern):
+    """Return the part of docs/nccl-hangs.md that `pattern` finds."""
+    found = re.search(pattern, (ROOT / "docs" / "nccl-hangs.md").read_text(), re.DOTALL)
+    assert found, pattern
+    return found[1]
+
+
+def lines_of(rank, log):
+    """Return what a rank logs, without times and paths: they differ from run to run."""
+    text = re.sub(r"E\d{4} [\d:.]+|\d+(?= milliseconds)| from .*/|(?<=from  rank )\d", "", log)
+    lines = [line.rstrip() for line in text.splitlines()]
+    of_all = [line for line in lines if line.startswith("#")]  # of a stack: has no rank
+    return [line for line in lines if line.startswith(f"[rank{rank}]:[")], of_all
+
+
+@pytest.mark.skipif(GPUS != 4, reason="three ranks: runs with four fake GPUs only")
+def test_the_watchdogs_log_is_the_one_on_the_page(tmp_path):
+    """PyTorch's own watchdog logs it; hang.c only keeps a collective from completing."""
+    hang = tmp_path / "hang.so"
+    command = ["gcc", "-shared", "-fPIC", ROOT / "tests" / "fakegpu" / "hang.c", "-o", hang, "-ldl"]
+    assert run(*command, cwd=tmp_path).code == 0
+    script, shown = tmp_path / "train.py", on_the_page(r"```text\n(\[rank0\]:.*?)```")
+    script.write_text(on_the_page(r"```python\n(# train\.py\n.*?)```"))
+    (tmp_path / "dumps").mkdir()
+    env = {"LD_PRELOAD": f"{hang}:{os.environ['LD_PRELOAD']}", "HANG_AFTER": "2"}
+    env |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    env |= {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/dumps/rank_"}
+    with Running(*torchrun(3, script), cwd=tmp_path, env=env, fresh=True) as running:
+        for rank in range(3):
+            running.wait_for(f"Rank {rank}] ProcessGroupNCCL preparing to dump", 180)
+        printed = running.text()
+    for rank in (0, 1):
+        own, stack = lines_of(rank, shown)
+        assert len(own) >= 3 and lines_of(rank, printed)[0] == own
+    assert len(stack) == 3 and set(stack) == set(lines_of(0, printed)[1])

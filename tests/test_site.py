@@ -6,7 +6,7 @@ from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 from harness import ROOT, run
@@ -15,6 +15,40 @@ from playwright.sync_api import sync_playwright
 import ddp_ref
 
 pytestmark = pytest.mark.site
+TROUBLESHOOTING = "docs/troubleshooting.html"
+MESSAGES = {  # what a reader pastes, and the heading that is to come first: None if it has none
+    "Watchdog caught collective operation timeout": "watchdog-caught-collective-operation-timeout",
+    "WorkNCCL": "worknccl",
+    "unhandled system error": "unhandled-system-error",
+    "unhandled cuda error": "unhandled-cuda-error",
+    "ChildFailedError": "childfailederror",
+    "SIGABRT": "sigabrt",
+    "Signal 9 (SIGKILL) received by PID": "signal-9-sigkill-received-by-pid",
+    "client socket has timed out": "client-socket-has-timed-out",
+    "Timed out waiting": "timed-out-waiting",
+    "device-side assert": "device-side-assert",
+    "Bus error": "bus-error",
+    "/dev/shm": None,
+    "--shm-size": None,
+    "Too many open files": "too-many-open-files",
+    "Expected to have finished reduction": "expected-to-have-finished-reduction",
+    "Expected to mark a variable ready only once": "expected-to-mark-a-variable-ready-only-once",
+    "marked as ready twice": None,
+    "modified by an inplace operation": "modified-by-an-inplace-operation",
+    "broadcast_buffers": None,
+    "Grad strides do not match bucket view": "grad-strides-do-not-match-bucket-view-strides",
+    "Duplicate GPU detected": "duplicate-gpu-detected",
+    "invalid device ordinal": "invalid-device-ordinal",
+    "CUDA out of memory": "cuda-out-of-memory",
+    "Address already in use": "address-already-in-use-eaddrinuse",
+    "Connection closed by peer": "connection-closed-by-peer",
+    "connectFullMesh": "gloo-connectfullmesh-failed",
+    "Missing key(s) in state_dict": "missing-key-s-in-state-dict",
+    "default_collate: batch must contain": "default-collate-batch-must-contain",
+    "No backend type associated with device type": "no-backend-type-associated-with-device-type",
+    "Tensors must be CUDA and dense": "tensors-must-be-cuda-and-dense",
+    "unrecognized arguments: --local-rank": "unrecognized-arguments-local-rank",
+}
 SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}  # pixels of a laptop and of a telephone
 
 
@@ -115,6 +149,29 @@ def test_the_front_page_leads_to_the_readme(site, browser):
     page.goto(f"{site[1]}/index.html")
     page.wait_for_url("**/README.html")
     assert page.locator("h1").count() == 1
+
+
+def test_the_search_finds_each_message(site, browser):
+    """Its heading comes first, or the page is among the first five if the message has none."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert [message for message in MESSAGES if message not in text] == []
+    page, wrong = browser.new_page(), {}
+    for message, heading in MESSAGES.items():
+        page.goto(f"{site[1]}/search.html?q={quote(message)}")
+        page.locator(".search-summary", has_text="Search finished").wait_for()
+        links = page.locator("#search-results .search a")
+        found = links.evaluate_all("links => links.map(link => link.getAttribute('href'))")
+        places = [link.split("?")[0] for link in found]
+        wanted = f"{TROUBLESHOOTING}#{heading}" if heading else TROUBLESHOOTING
+        if wanted not in places[: 1 if heading else 5]:
+            wrong[message] = places[:5]
+    assert wrong == {}
+
+
+def test_the_search_finds_no_message_that_nobody_prints(site, browser):
+    page = browser.new_page()
+    page.goto(f"{site[1]}/search.html?q={quote('Watchdog caught a cold')}")
+    page.locator(".search-summary", has_text="did not match any documents").wait_for()
 
 
 def failure(request):

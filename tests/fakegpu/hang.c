@@ -1,0 +1,30 @@
+/* Makes the fake NCCL hang as a real one does: preloaded before libfakecuda.so, it lets the first
+ * HANG_AFTER all-reduces of a process through. A later one returns at once and never completes, so
+ * that PyTorch's watchdog sees a collective whose peer does not come.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stddef.h>
+#include <stdlib.h>
+
+#define NOT_READY 600 /* cudaErrorNotReady */
+
+static volatile int calls, hangs;
+
+int ncclAllReduce(const void *in, void *out, size_t count, int type, int op, void *comm,
+                  void *stream)
+{
+    if (++calls > atoi(getenv("HANG_AFTER"))) {
+        hangs = 1;
+        return 0;
+    }
+    int (*next)(const void *, void *, size_t, int, int, void *, void *) =
+        dlsym(RTLD_NEXT, "ncclAllReduce");
+    return next(in, out, count, type, op, comm, stream);
+}
+
+int cudaEventQuery(void *event)
+{
+    int (*next)(void *) = dlsym(RTLD_NEXT, "cudaEventQuery");
+    return hangs ? NOT_READY : next(event);
+}
