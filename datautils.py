@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 import torch
-import torch.distributed.nn  # here: imported after a group is open, it would hold it to the end
+import torch.distributed.nn  # not later: while a group is open, this would keep it alive
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -25,10 +25,10 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class MyTrainDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Hold `size` pairs of a uniform input (20,) and a target (1,), a fixed linear function of it.
+    """Hold `size` pairs: a random input (20,), and as target (1,) a fixed linear function of it.
 
-    The inputs depend on `seed` alone, so every rank builds the same data set. The function is the
-    same for every seed: what is learned on one seed can be tested on another.
+    The inputs depend only on `seed`, so every rank builds the same data set. The function is the
+    same for every seed, so a model that was trained on one seed can be tested on another.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
@@ -46,8 +46,9 @@ class MyTrainDataset(Dataset[tuple[Tensor, Tensor]]):
 def digits(split: str) -> TensorDataset:
     """Return the "train" (1,440) or "test" (357) part of scikit-learn's 1,797 handwritten digits.
 
-    An item is an image (64,), the 8x8 pixels row by row scaled to 0..1 (float32), and its digit
-    0..9, a scalar (int64). The split is stratified and fixed, the same on every rank and run.
+    An item is an image and its digit. The image (64,) holds the 8x8 pixels row by row, scaled to
+    0..1 (float32). The digit is a scalar from 0 to 9 (int64). The split is stratified, and it is
+    the same on every rank and in every run.
     """
     parts = _split_digits()
     if split not in parts:
@@ -67,7 +68,10 @@ def _split_digits() -> dict[str, TensorDataset]:
 
 
 def load_dataset(name: str) -> tuple[Dataset, Dataset, tuple[int, int], Callable[..., Tensor]]:
-    """Return train set, test set, (input, output) features and mean loss of "digits" or "toy"."""
+    """Return the train set, the test set, (inputs, outputs) of the model, and the loss function.
+
+    `name` is "digits" or "toy". The loss function returns the mean over a batch.
+    """
     if name == "digits":
         return digits("train"), digits("test"), (64, 10), F.cross_entropy
     return MyTrainDataset(2048, seed=0), MyTrainDataset(512, seed=1), (20, 1), F.mse_loss
@@ -75,10 +79,10 @@ def load_dataset(name: str) -> tuple[Dataset, Dataset, tuple[int, int], Callable
 
 @torch.no_grad()
 def count_right(model: nn.Module, data: DataLoader, device: torch.device) -> Tensor:
-    """Return, (2,) float64 on `device`, how many answers of `model` are right and how many it gave.
+    """Return the number of right answers of `model` and of all its answers, (2,) on `device`.
 
-    Right is the class with the largest output, or for a float target a number within 0.1 of it.
-    The model is in `eval()` mode meanwhile.
+    An answer is the class with the largest output. If the targets are floats, an answer is right
+    if it is within 0.1 of its target. The model is evaluated in `eval()` mode.
     """
     was_training = model.training
     model.eval()
@@ -94,28 +98,39 @@ def count_right(model: nn.Module, data: DataLoader, device: torch.device) -> Ten
 
 
 def parse_args(description: str | None, checkpoint: str, nproc: int = 0) -> argparse.Namespace:
-    """Parse the flags that all scripts have; a wrong value is one line on stderr and exit code 2.
+    """Parse the flags of all scripts. For a wrong value, print one line and exit with code 2.
 
-    `checkpoint` is the default path; `nproc` above 0 is the default of --nproc, spawn's own flag.
-    Each process takes seconds and hundreds of MB to start, so more than 4 per core are refused
-    (16 are always allowed), and more than one per core is a warning.
+    `checkpoint` is the default path. If `nproc` is above 0, the script has the flag --nproc, and
+    this is its default. Each process takes seconds and hundreds of MB to start. So more than one
+    process per core causes a warning, and more than 4 per core an error (16 are always allowed).
     """
     parser = argparse.ArgumentParser(
         description=description,
-        usage=argparse.SUPPRESS,  # an error is its own line, without the list of all flags
+        usage=argparse.SUPPRESS,  # so that an error is one line, without the list of all flags
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, count = parser.add_argument, _number(int, 1, 2**31 - 1)
     add("--epochs", type=count, default=20, help="passes over the training set (20)")
-    add("--batch-size", type=count, default=32, help="samples a step, on each rank (32)")
+    add("--batch-size", type=count, default=32, help="samples per rank and step (32)")
     add("--save-every", type=count, default=5, help="epochs between two saves (5)")
     rate = _number(float, sys.float_info.min, sys.float_info.max)
-    add("--lr", type=rate, default=0.1, help="learning rate (0.1); a snapshot keeps its own")
+    add("--lr", type=rate, default=0.1, help="learning rate (0.1); a snapshot's own rate wins")
     seed = _number(int, 0, 2**32 - 1)
-    add("--seed", type=seed, default=0, help="of the initial weights and the order (0)")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
+    add("--seed", type=seed, default=0, help="for initial weights and sample order (0)")
+    add(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: GPUs if there are enough",
+    )
     add("--dataset", choices=["digits", "toy"], default="digits", help="default: digits")
-    add("--checkpoint", type=Path, default=checkpoint, metavar="PATH", help=f"({checkpoint})")
+    add(
+        "--checkpoint",
+        type=Path,
+        default=checkpoint,
+        metavar="PATH",
+        help=f"file to save ({checkpoint})",
+    )
     if nproc:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         most = max(16, 4 * cores)
@@ -147,10 +162,11 @@ def _number(
 
 
 def read_checkpoint(path: Path, *keys: str) -> dict[str, Any] | None:
-    """Return what the checkpoint at `path` holds, None if there is no file yet.
+    """Return the content of the checkpoint at `path`, or None if there is no file yet.
 
-    It holds `keys`, or without them a model's weights by name. Exits with one line if the file is
-    something else, which a save would destroy, or if nothing can be written there.
+    The content must have exactly these `keys`. Without `keys`, it must be a model's weights by
+    name. If the file is anything else, a save would destroy it, so the script exits with one line.
+    It also exits if it cannot write to `path`.
     """
     try:
         temporary = _temporary(path)
@@ -164,12 +180,12 @@ def read_checkpoint(path: Path, *keys: str) -> dict[str, Any] | None:
         _exit(f"cannot write {path}: {error.strerror or error}")
     if not isinstance(content, dict) or not _holds(content, keys):
         what = f"a checkpoint with {', '.join(keys)}" if keys else "a checkpoint of weights alone"
-        _exit(f"{path} is there but is not {what}: move it away or choose another --checkpoint")
+        _exit(f"{path} exists but is not {what}: move it away or choose another --checkpoint")
     return content
 
 
 def check_fits(path: Path, snapshot: dict[str, Any] | None, model: nn.Module) -> None:
-    """Exit with one line if the weights in `snapshot` are not of this `model`."""
+    """Exit with one line if the weights in `snapshot` do not fit this `model`."""
     if snapshot is None:
         return
     found, own = snapshot["model"], model.state_dict()
@@ -182,7 +198,7 @@ def check_fits(path: Path, snapshot: dict[str, Any] | None, model: nn.Module) ->
 
 
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Put `content` at `path` in one step: a crash leaves the old file or the new one, whole."""
+    """Put `content` at `path` in one step, so that a crash leaves a whole file, old or new."""
     temporary = _temporary(path)
     try:
         with temporary.open("xb") as file:
@@ -208,7 +224,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _temporary(path: Path) -> Path:
-    """Return a name of its own for each save, in the folder of the file (not of a link to it)."""
+    """Return a new name for each save, in the folder of the file (not of a link to it)."""
     return path.resolve().with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
 
 

@@ -1,11 +1,12 @@
 """Train a character-level GPT on the text of Python's own help(), with ddp_ref.
 
-python scripts/char_gpt.py --nproc 2       two minutes on two cores
+python scripts/char_gpt.py --nproc 2       (takes two minutes on two cores)
 torchrun --standalone --nproc-per-node=2 scripts/char_gpt.py
 srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit=1 python scripts/char_gpt.py
 
-Told to stop, the ranks of torchrun and srun save this step; with --nproc the last epoch is kept.
-The same line again goes on from the newest checkpoint; when all epochs are done, it only writes.
+If SIGTERM or SIGUSR1 stops a job of torchrun or srun, the ranks first save the current step. With
+--nproc, you keep the checkpoint of the last complete epoch. Run the same command again to resume
+from the newest checkpoint. When all epochs are done, the script only generates text.
 """
 
 import argparse
@@ -34,9 +35,10 @@ from ddp_ref import (
 
 
 def read_text():
-    """Return the text of all topics but their tables; a paragraph of several topics comes once.
+    """Return the text of all topics, without tables and without repeated paragraphs.
 
-    Twice, it could be one to train on and one to validate on. Tables are mostly blanks.
+    A repeated paragraph could be in both the training and the validation text. Tables are mostly
+    blanks.
     """
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     return "\n\n".join(p for p in dict.fromkeys(paragraphs) if "---+" not in p)
@@ -49,21 +51,22 @@ def encode(text, vocabulary):
 
 
 def split(text):
-    """Return the first nine tenths, to train on, and the last tenth, to validate on."""
+    """Return the training text, which is the first nine tenths, and the validation text."""
     end = len(text) * 9 // 10
     return text[:end], text[end:]
 
 
 def windows(ids, block_size):
-    """Cut `ids` into rows, (rows, block_size + 1), without what is left at the end.
+    """Cut `ids` into rows, (rows, block_size + 1). Drop the characters that fill no row.
 
-    Each row begins with the last character of the one before, so each is predicted once.
+    Each row begins with the last character of the row before, so that every character but the
+    first is predicted exactly once.
     """
     return ids.unfold(0, block_size + 1, block_size)
 
 
 def pairs(rows):
-    """Return a data set of inputs and targets: after each character, the next."""
+    """Return a data set of inputs and targets. The target of a character is the next character."""
     return TensorDataset(rows[:, :-1], rows[:, 1:])
 
 
@@ -75,7 +78,7 @@ def norm(x):
 
 
 class Block(nn.Module):
-    """Let each place look back at those before it, then work on what it saw."""
+    """A transformer block: causal self-attention, then a feed-forward network."""
 
     def __init__(self, n_head, n_embd):
         super().__init__()
@@ -85,9 +88,9 @@ class Block(nn.Module):
         self.up = nn.Linear(n_embd, 4 * n_embd, bias=False)
         self.down = nn.Linear(4 * n_embd, n_embd, bias=False)
         for last in (self.out, self.down):
-            nn.init.zeros_(last.weight)  # at first a block changes nothing
+            nn.init.zeros_(last.weight)  # so that a new block changes nothing
 
-    def forward(self, x):  # (batch, length, n_embd), as is what it returns
+    def forward(self, x):  # (batch, length, n_embd) -> (batch, length, n_embd)
         x = x + self.out(self.attend(norm(x)))
         return x + self.down(F.gelu(self.up(norm(x))))
 
@@ -99,11 +102,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next character from up to `block_size` before it.
+    """Predict the next character from up to `block_size` characters before it.
 
-    A checkpoint holds what it was made with, as the text differs between versions of Python:
-    `state = torch.load(path, weights_only=True)["model"]`, `GPT(**state["_extra_state"])`, and
-    `load_state_dict(state)`.
+    The text differs between versions of Python, so a checkpoint also holds the vocabulary and the
+    sizes of its model. To load it: `state = torch.load(path, weights_only=True)["model"]`, then
+    `model = GPT(**state["_extra_state"])` and `model.load_state_dict(state)`.
     """
 
     def __init__(self, vocabulary, n_layer, n_head, n_embd, block_size):
@@ -120,7 +123,7 @@ class GPT(nn.Module):
     def forward(self, ids):  # (batch, length) -> logits (batch, length, characters)
         places = torch.arange(ids.shape[1], device=ids.device)
         x = self.blocks(self.characters(ids) + self.places(places))
-        return F.linear(norm(x), self.characters.weight)  # in and out share their weights
+        return F.linear(norm(x), self.characters.weight)  # input and output share weights
 
     def log_likelihood(self, ids):
         """Return the log-probability of each row, (batch,), in nats, given its first character."""
@@ -130,7 +133,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def sample(self, prompt, length, seed=0, temperature=0.7):
-        """Return `prompt` and `length` characters more."""
+        """Return `prompt`, continued by `length` generated characters."""
         generator = torch.Generator().manual_seed(seed)
         ids = encode(prompt, self.vocabulary)
         for _ in range(length):
@@ -147,8 +150,8 @@ class GPT(nn.Module):
         for name, value in settings.items():
             if value != self.settings[name]:
                 raise ValueError(
-                    f"the checkpoint is of a model with the {name} {value!r}, not "
-                    f"{self.settings[name]!r}: give the same flags, or another --run-dir"
+                    f"the checkpoint is from a model with {name} = {value!r}, but this model has "
+                    f"{self.settings[name]!r}: use the same flags, or another --run-dir"
                 )
 
 
@@ -156,19 +159,19 @@ class GPT(nn.Module):
 
 
 def next_character_loss(logits, targets):
-    """Return the mean cross-entropy, in nats a character."""
+    """Return the mean cross-entropy, in nats per character."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def rate(step, steps):
-    """Return the factor of the learning rate: up in a twentieth of `steps`, then a cosine down."""
+    """Return the factor of the learning rate: warm-up for 5 % of `steps`, then a cosine decay."""
     warm_up = max(1, steps // 20)
     done = min(1, max(0, step - warm_up) / max(1, steps - warm_up))
     return min(1, (step + 1) / warm_up) * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 def pick_precision(device):
-    """Return the fastest precision that every rank's GPU has; on the CPU, fp32 (collective)."""
+    """Return the fastest precision that all ranks' GPUs support, or fp32 on CPUs. Collective."""
     if device.type == "cpu":
         return "fp32"
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -176,7 +179,7 @@ def pick_precision(device):
 
 
 class Report(Callback):
-    """Print the validation loss after each epoch, and the beginning of what the model writes."""
+    """Print the validation loss after each epoch, and a short text that the model generates."""
 
     def __init__(self, prompt):
         self.prompt = prompt
@@ -185,21 +188,26 @@ class Report(Callback):
         text = self.handler.sample(self.prompt, 50)  # collective: never under `if rank == 0`
         if self.handler.rank == 0:
             loss = self.handler.val_losses[-1]
-            found = f"validation loss {loss:.3f} nats, {loss / math.log(2):.3f} bits a character"
-            print(f"epoch {self.handler.epoch} | {found} | {text!r}", flush=True)
+            bits = loss / math.log(2)
+            report = f"validation loss {loss:.3f} nats per character ({bits:.3f} bits)"
+            print(f"epoch {self.handler.epoch} | {report} | {text!r}", flush=True)
 
 
 def score(handler, ids, block_size):
-    """Return the mean loss of `ids` in nats a character, on rank 0. Collective: all ranks call."""
+    """Return the mean loss of `ids` in nats per character, on rank 0. Collective: all ranks call.
+
+    The other ranks get None.
+    """
     rows = windows(ids, min(block_size, len(ids) - 1))
-    found = handler.log_likelihood(rows, batch_size=64)
-    return None if found is None else -found.double().sum().item() / rows[:, 1:].numel()
+    scores = handler.log_likelihood(rows, batch_size=64)
+    return None if scores is None else -scores.double().sum().item() / rows[:, 1:].numel()
 
 
 def train(rank, args, port):
-    """Train, write text and score it, as `rank` of --nproc or, if None, as the launcher's rank.
+    """Train, generate a text and score it. Collective: all ranks call it.
 
-    Collective: all ranks call it.
+    With --nproc, `rank` and `port` come from this script. If they are None, a launcher has started
+    this process and set its rank.
     """
     master = {} if rank is None else {"master_addr": "127.0.0.1", "master_port": port}
     info = initialize_ddp(rank=rank, world_size=args.nproc, **master)
@@ -208,7 +216,7 @@ def train(rank, args, port):
     train_ids, val_ids = (encode(part, vocabulary) for part in split(text))
     train_rows, val_rows = (windows(ids, args.block_size) for ids in (train_ids, val_ids))
     effective_batch = args.batch_size * info.world_size
-    # Whole ones, so that no row comes twice; the text's last rows, too few for one more, are left.
+    # Only full batches, so that no row is repeated. The last rows of the text are not used.
     steps = len(train_rows) // effective_batch
     torch.manual_seed(args.seed)
     model = GPT(vocabulary, args.n_layer, args.n_head, args.n_embd, args.block_size)
@@ -231,16 +239,19 @@ def train(rank, args, port):
     handler.load(args.run_dir)
     if info.rank == 0:
         size = sum(weight.numel() for weight in weights)
-        print(f"{len(text):,} characters, {len(vocabulary)} different | {size:,} weights")
-        print(f"{info.world_size} x {info.device} in {handler.precision} | {steps} steps an epoch")
+        print(f"text: {len(text):,} characters, {len(vocabulary)} distinct", end=" | ")
+        print(f"model: {size:,} parameters")
+        print(f"ranks: {info.world_size} | device: {info.device}", end=" | ")
+        print(f"precision: {handler.precision} | steps per epoch: {steps}")
         print(f"{handler.epoch} of {args.epochs} epochs are done", flush=True)
     handler.train(args.epochs)
     written = broadcast_object(handler.sample(args.prompt, args.length, args.seed))
     ids = encode(written, vocabulary)
-    parts = {"validation text": val_ids, "this text": ids, "read backwards": ids.flip(0)}
+    parts = {"validation text": val_ids, "generated text": ids}
+    parts["generated text, backwards"] = ids.flip(0)
     scores = {name: score(handler, part, args.block_size) for name, part in parts.items()}
     if info.rank == 0:
-        print(f"\n{written}\n\nnats a character:", end="")
+        print(f"\n{written}\n\nloss in nats per character:", end="")
         print(" |".join(f" {name} {loss:.3f}" for name, loss in scores.items()))
     cleanup_ddp()
 
@@ -249,27 +260,36 @@ def train(rank, args, port):
 
 
 def parse_args():
-    """Parse the flags; a wrong value is one line on stderr and exit code 2."""
+    """Parse the flags. For a wrong value, print one line on stderr and exit with code 2."""
     parser = argparse.ArgumentParser(
         description=__doc__,
-        usage=argparse.SUPPRESS,  # an error is its own line, without the list of all flags
+        usage=argparse.SUPPRESS,  # so that an error is one line, without the list of all flags
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("model").add_argument
-    add("--n-layer", type=int, default=4, help="blocks (4)")
-    add("--n-head", type=int, default=4, help="heads of attention in each block (4)")
-    add("--n-embd", type=int, default=64, help="numbers that stand for a character (64)")
-    add("--block-size", type=int, default=64, help="characters it looks back, at most (64)")
+    add("--n-layer", type=int, default=4, help="transformer blocks (4)")
+    add("--n-head", type=int, default=4, help="attention heads in each block (4)")
+    add("--n-embd", type=int, default=64, help="embedding size (64)")
+    add("--block-size", type=int, default=64, help="context length in characters (64)")
     add = parser.add_argument_group("training").add_argument
-    add("--epochs", type=int, default=10, help="in total, with those already done (10)")
-    add("--batch-size", type=int, default=8, help="rows a step, on each rank (8)")
-    add("--lr", type=float, default=8e-3, help="peak learning rate (0.008); a checkpoint's wins")
-    add("--seed", type=int, default=0, help="of weights, order and text (0)")
-    add("--nproc", type=int, help="processes to start here; without, the launcher's")
-    add("--run-dir", default="runs/char_gpt", help="checkpoints, log, figures (runs/char_gpt)")
+    add("--epochs", type=int, default=10, help="in total, including those already done (10)")
+    add("--batch-size", type=int, default=8, help="rows per rank and step (8)")
+    add(
+        "--lr",
+        type=float,
+        default=8e-3,
+        help="peak learning rate (0.008); a checkpoint's own rate wins",
+    )
+    add("--seed", type=int, default=0, help="for weights, order and generated text (0)")
+    add("--nproc", type=int, help="processes to start; leave it out under a launcher")
+    add(
+        "--run-dir",
+        default="runs/char_gpt",
+        help="folder for checkpoints, log, figures (runs/char_gpt)",
+    )
     add = parser.add_argument_group("text").add_argument
-    add("--prompt", default="The ", help='how it begins ("The ")')
-    add("--length", type=int, default=600, help="characters to write (600)")
+    add("--prompt", default="The ", help='beginning of the generated text ("The ")')
+    add("--length", type=int, default=600, help="characters to generate (600)")
     args = parser.parse_args()
     text = read_text()
     train_part, val_part = split(text)
@@ -277,19 +297,25 @@ def parse_args():
         if isinstance(value, int | float) and name != "seed" and not 0 < value < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be above 0 and finite, not {value}")
     if args.n_embd % args.n_head:
-        parser.error(f"--n-embd {args.n_embd} does not divide by --n-head {args.n_head}")
-    if not args.prompt or (unknown := "".join(sorted(set(args.prompt) - set(text)))):
-        what = f"{unknown!r}, which the text has not" if args.prompt else "no character"
-        parser.error(f"--prompt has {what}: each next one is predicted from those before")
+        parser.error(f"--n-embd {args.n_embd} is not a multiple of --n-head {args.n_head}")
+    if not args.prompt:
+        parser.error("--prompt is empty, but the model needs a character to start from")
+    if unknown := "".join(sorted(set(args.prompt) - set(text))):
+        parser.error(f"--prompt contains {unknown!r}, which does not occur in the text")
     if args.block_size >= len(val_part):
-        parser.error(f"--block-size must be below {len(val_part)}, the text to validate on")
+        parser.error(
+            f"--block-size must be below {len(val_part)}, the length of the validation text"
+        )
     try:
         ranks = args.nproc or detect_launch().world_size
-    except ValueError as error:  # half a launch
+    except ValueError as error:  # only some of the launcher's variables are set
         parser.error(str(error))
     rows = (len(train_part) - 1) // args.block_size
     if args.batch_size * ranks > rows:
-        parser.error(f"--batch-size {args.batch_size} on {ranks} ranks: the text has {rows} rows")
+        needed = (
+            f"--batch-size {args.batch_size} on {ranks} ranks needs {args.batch_size * ranks} rows"
+        )
+        parser.error(f"{needed}, but the training text has only {rows}")
     return args
 
 

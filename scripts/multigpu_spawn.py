@@ -54,7 +54,7 @@ class Trainer:
         for source, targets in self.train_data:  # (batch, features), (batch,)
             source, targets = source.to(self.device), targets.to(self.device)
             loss = self._run_batch(source, targets)
-            totals[0] += loss * len(targets)  # the mean over a batch, which may be a smaller one
+            totals[0] += loss * len(targets)  # back from the batch's mean to its sum
             totals[1] += len(targets)
         dist.all_reduce(totals)  # sums over the ranks
         return (totals[0] / totals[1]).item()
@@ -102,11 +102,12 @@ def main(rank, world_size, args):
     test_data = DataLoader(test_shard, args.batch_size)
     trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
     if rank == 0:
-        batch, gpus = args.batch_size * world_size, torch.cuda.device_count()
+        batch = args.batch_size * world_size
+        gpus = torch.cuda.device_count()
         print(f"ranks: {world_size} | device: {device.type} ({gpus} GPUs visible)", end=" | ")
         print(f"effective batch: {batch} | steps per epoch: {len(train_data)}")
     trainer.train(args.epochs)
-    del trainer  # DDP holds the group, whose threads must end before Python does
+    del trainer  # its DDP model holds the group, whose threads must end before Python does
     dist.destroy_process_group()
 
 

@@ -69,7 +69,7 @@ class Trainer:
         for source, targets in self.train_data:  # (batch, features), (batch,)
             source, targets = source.to(self.device), targets.to(self.device)
             loss = self._run_batch(source, targets)
-            totals[0] += loss * len(targets)  # the mean over a batch, which may be a smaller one
+            totals[0] += loss * len(targets)  # back from the batch's mean to its sum
             totals[1] += len(targets)
         dist.all_reduce(totals)  # sums over the ranks
         return (totals[0] / totals[1]).item()
@@ -124,12 +124,13 @@ def main(args):
     test_data = DataLoader(test_shard, args.batch_size)
     trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
     if rank == 0:
-        batch, gpus = args.batch_size * world_size, torch.cuda.device_count()
+        batch = args.batch_size * world_size
+        gpus = torch.cuda.device_count()
         print(f"ranks: {world_size} | device: {device.type} ({gpus} GPUs visible)", end=" | ")
         print(f"effective batch: {batch} | steps per epoch: {len(train_data)}")
         print(f"{args.checkpoint}: {trainer.epochs_run} of {args.epochs} epochs are done")
     trainer.train(args.epochs)
-    del trainer  # DDP holds the group, whose threads must end before Python does
+    del trainer  # its DDP model holds the group, whose threads must end before Python does
     dist.destroy_process_group()
 
 
@@ -138,7 +139,7 @@ if __name__ == "__main__":
     env = os.environ
     if "RANK" not in env:
         sys.exit("error: RANK is not set: start this script with torchrun, as its first lines show")
-    shares_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with all restarts
+    shares_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # one store for all attempts
     if shares_store and env["TORCHELASTIC_MAX_RESTARTS"] != "0":
         is_first = env["RANK"] == env["TORCHELASTIC_RESTART_COUNT"] == "0"
         sys.exit(NEEDS_NEW_STORE if is_first else 1)  # one message is enough

@@ -23,7 +23,7 @@ NEEDS_NEW_STORE = (
 
 
 def adopt_slurm_step(env):
-    """Set torchrun's variables from Slurm's; outside a step of several tasks, for one process."""
+    """Set torchrun's variables from Slurm's, or for one process outside a step of several tasks."""
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:  # SLURM_NTASKS is set outside a step as well
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         env.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # 0: any free port
@@ -44,7 +44,8 @@ def ddp_setup(local_rank, local_ranks, wanted):
     gpus = torch.cuda.device_count()
     if gpus == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         # Under srun --gpus-per-task=1, a task sees only its own GPU, as number 0.
-        gpus, local_rank = int(os.environ.get("SLURM_GPUS_ON_NODE", 1)), 0
+        gpus = int(os.environ.get("SLURM_GPUS_ON_NODE", 1))
+        local_rank = 0
     if wanted == "cuda" and gpus < local_ranks:
         sys.exit(f"error: --device cuda needs {local_ranks} GPUs, found {gpus}: use --device cpu")
     if wanted == "cpu" or gpus < local_ranks:  # each rank needs its own GPU
@@ -64,7 +65,7 @@ def share_snapshot(args, world_size):
     dist.all_gather_object(written, args.snapshot and args.checkpoint.stat().st_mtime)
     if len(set(written)) > 1:  # the nodes share no disk
         snapshot = [args.snapshot]
-        dist.broadcast_object_list(snapshot)  # pickled and sent whole: seconds for each GB
+        dist.broadcast_object_list(snapshot)  # pickled as a whole: this takes seconds per GB
         args.snapshot = snapshot[0]
 
 
@@ -103,7 +104,7 @@ class Trainer:
         for source, targets in self.train_data:  # (batch, features), (batch,)
             source, targets = source.to(self.device), targets.to(self.device)
             loss = self._run_batch(source, targets)
-            totals[0] += loss * len(targets)  # the mean over a batch, which may be a smaller one
+            totals[0] += loss * len(targets)  # back from the batch's mean to its sum
             totals[1] += len(targets)
         dist.all_reduce(totals)  # sums over the ranks
         return (totals[0] / totals[1]).item()
@@ -160,21 +161,22 @@ def main(args):
     test_data = DataLoader(test_shard, args.batch_size)
     trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
     if rank == 0:
-        batch, gpus = args.batch_size * world_size, torch.cuda.device_count()
+        batch = args.batch_size * world_size
+        gpus = torch.cuda.device_count()
         print(f"ranks: {world_size} | device: {device.type} ({gpus} GPUs visible)", end=" | ")
         print(f"effective batch: {batch} | steps per epoch: {len(train_data)}")
         print(f"{args.checkpoint}: {trainer.epochs_run} of {args.epochs} epochs are done")
     trainer.train(args.epochs)
-    del trainer  # DDP holds the group, whose threads must end before Python does
+    del trainer  # its DDP model holds the group, whose threads must end before Python does
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     args = datautils.parse_args(__doc__, checkpoint="snapshot.pt")
     env = os.environ
-    if "RANK" not in env:  # torchrun has not started it
+    if "RANK" not in env:  # not started by torchrun
         adopt_slurm_step(env)
-    shares_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # with all restarts
+    shares_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # one store for all attempts
     if shares_store and env["TORCHELASTIC_MAX_RESTARTS"] != "0":
         is_first = env["RANK"] == env["TORCHELASTIC_RESTART_COUNT"] == "0"
         sys.exit(NEEDS_NEW_STORE if is_first else 1)  # one message is enough

@@ -34,7 +34,7 @@ class Trainer:
         for source, targets in self.train_data:  # (batch, features), (batch,)
             source, targets = source.to(self.device), targets.to(self.device)
             loss = self._run_batch(source, targets)
-            totals[0] += loss * len(targets)  # the mean over a batch, which may be a smaller one
+            totals[0] += loss * len(targets)  # back from the batch's mean to its sum
             totals[1] += len(targets)
         return (totals[0] / totals[1]).item()
 

@@ -1,4 +1,4 @@
-"""Train from a YAML file with ddp_ref; the same line alone, under torchrun and under srun.
+"""Train from a YAML file with ddp_ref: the same script runs alone, under torchrun and under srun.
 
 python scripts/train_reference.py --config scripts/configs/digits.yaml [--nproc 2]
 torchrun --standalone --nproc-per-node=2 scripts/train_reference.py --config ...
@@ -29,17 +29,17 @@ def accuracy(outputs, targets):
 def train(rank, config):
     """Train on one rank and test on rank 0. Collective: all ranks call it."""
     setup_logging(rank)
-    trainer = TrainerDDP(rank, config)  # joins the group, goes on from the newest checkpoint
+    trainer = TrainerDDP(rank, config)  # joins the group, resumes from the newest checkpoint
     train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
     trainer.run_training(train_loader, val_loader)
     if rank == 0:
-        found = trainer.run_test(test_loader)
-        print(f"test loss {found['loss']:.4f} | test accuracy {found['accuracy']:.4f}")
+        results = trainer.run_test(test_loader)
+        print(f"test loss {results['loss']:.4f} | test accuracy {results['accuracy']:.4f}")
     cleanup_ddp()
 
 
 def train_spawned(rank, config):
-    """Run `train`, and print this rank's error: mp.spawn shows only one, maybe a peer's."""
+    """Run `train` and print this rank's error: mp.spawn shows the error of only one rank."""
     try:
         train(rank, config)
     except KeyboardInterrupt:  # mp.spawn would count it as success
@@ -50,7 +50,7 @@ def train_spawned(rank, config):
 
 
 def spawn(nproc, config):
-    """Start `nproc` ranks on this host, which meet at a free port."""
+    """Start `nproc` ranks on this machine. They meet at a free port."""
     if nproc < 1:
         sys.exit(f"error: --nproc must be at least 1, not {nproc}")
     with socket.socket() as free:
@@ -60,7 +60,7 @@ def spawn(nproc, config):
     ranks = mp.spawn(train_spawned, args=(config,), nprocs=nproc, join=False)
 
     def forward(number, frame):
-        """Hand a signal on to the ranks, which save and exit with 143."""
+        """Forward a signal to the ranks, which then save and exit with code 143."""
         for pid in ranks.pids():
             os.kill(pid, number)
 
@@ -78,10 +78,18 @@ def spawn(nproc, config):
 @record  # so that torchrun shows the traceback of the rank that failed first
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, help="a YAML file, scripts/configs/digits.yaml")
-    parser.add_argument("--nproc", type=int, help="processes to start here, else the launcher's")
     parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], help="KEY=VALUE: training.batch_size=64"
+        "--config", required=True, help="YAML file, such as scripts/configs/digits.yaml"
+    )
+    parser.add_argument(
+        "--nproc", type=int, help="processes to start; leave it out under a launcher"
+    )
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="KEY=VALUE, such as training.batch_size=64",
     )
     args = parser.parse_args()
     try:
@@ -91,7 +99,7 @@ def main():
     if (folder := config["training"]["path"]) and detect_launch().rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         text = Path(args.config).read_text() + f"\n# --set {' '.join(args.set)}\n"
-        (Path(folder) / "config.yaml").write_text(text)  # what was run, beside its results
+        (Path(folder) / "config.yaml").write_text(text)  # beside the results of the run
     if args.nproc is None:
         train(detect_launch().rank, config)
     else:

@@ -118,7 +118,7 @@ def test_not_a_checkpoint(tmp_path, kind, keys):
     path = tmp_path / "checkpoint.pt"
     make_bad_file(path, kind)
     before = path.read_bytes()
-    with pytest.raises(SystemExit, match=r"^error: .* is there but is not a checkpoint .*$"):
+    with pytest.raises(SystemExit, match=r"^error: .* exists but is not a checkpoint .*$"):
         datautils.read_checkpoint(path, *keys)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -272,6 +272,6 @@ def test_torchrun_ranks_refuse_alike(tmp_path):
     (tmp_path / "snapshot.pt").write_text("all of it")
     result = run(*torchrun(2, SCRIPTS / "multigpu_torchrun.py"), cwd=tmp_path, timeout=60)
     assert result.code != 0
-    assert "snapshot.pt is there but is not a checkpoint with model, opt" in result.stderr
+    assert "snapshot.pt exists but is not a checkpoint with model, opt" in result.stderr
     assert "epoch 1" not in result.stdout
     assert (tmp_path / "snapshot.pt").read_text() == "all of it"

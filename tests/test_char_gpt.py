@@ -22,7 +22,7 @@ BLOCK = next(n for n in range(64, 1, -1) if len(DEFINED.windows(TRAINED_ON, n)) 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", str(BLOCK)]
 JOB = [*SMALL, "--epochs", "3", "--lr", "0.02", "--length", "40"]
 TWO = [*JOB, "--batch-size", "32"]  # on each of two ranks
-EPOCH = re.compile(r"epoch (\d+) \| validation loss ([\d.]+) nats, ([\d.]+) bits a character")
+EPOCH = re.compile(r"epoch (\d+) \| validation loss ([\d.]+) nats per character \(([\d.]+) bits\)")
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_loss_falls_and_the_text_is_the_models_own(spawned, script):
     rows = script.windows(val_ids, BLOCK)
     mean = -model.log_likelihood(rows).double().sum().item() / (BLOCK * len(rows))
     assert found[-1] == pytest.approx(mean, abs=1e-3)
-    assert f"nats a character: validation text {mean:.3f} |" in text
+    assert f"\n\nloss in nats per character: validation text {mean:.3f} |" in text
 
 
 @pytest.mark.full
@@ -117,7 +117,7 @@ def test_a_finished_run_only_writes(spawned, tmp_path):
     flags = ["--run-dir", spawned[1] / "runs/char_gpt", "--prompt", "for i in", "--length", "9"]
     text = train(tmp_path, sys.executable, SCRIPT, *TWO, *flags)
     assert "3 of 3 epochs are done" in text and not EPOCH.search(text)
-    assert re.search(r"\n\nfor i in(.|\n){9}\n\nnats", text)
+    assert re.search(r"\n\nfor i in(.|\n){9}\n\nloss", text)
 
 
 @pytest.mark.full
@@ -220,7 +220,7 @@ def test_two_ranks_score_each_of_five_rows_once_and_in_order(model):
 
 def test_a_model_is_not_loaded_into_one_of_other_settings(model, script):
     other = script.GPT(**(model.settings | {"n_head": 4}))  # all shapes are the same
-    with pytest.raises(ValueError, match=r"model with the n_head 2, not 4: give the same flags"):
+    with pytest.raises(ValueError, match=r"n_head = 2, but this model has 4: use the same flags"):
         other.load_state_dict(model.state_dict())
 
 
@@ -230,15 +230,18 @@ def test_a_model_is_not_loaded_into_one_of_other_settings(model, script):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--n-embd", "30", "--n-head", "4"], "--n-embd 30 does not divide by --n-head 4"),
+        (["--n-embd", "30", "--n-head", "4"], "--n-embd 30 is not a multiple of --n-head 4"),
         (["--n-layer", "0"], "--n-layer must be above 0 and finite, not 0"),
         (["--n-layer", "two"], "argument --n-layer: invalid int value: 'two'"),
         (["--nproc", "0"], "--nproc must be above 0 and finite, not 0"),
         (["--lr", "nan"], "--lr must be above 0 and finite, not nan"),
         (["--block-size", "10000000"], "--block-size must be below "),
-        (["--batch-size", "4000", "--nproc", "3"], "--batch-size 4000 on 3 ranks: the text has "),
-        (["--prompt", "日 本"], "--prompt has '日本', which the text has not: "),
-        (["--prompt", ""], "--prompt has no character: "),
+        (
+            ["--batch-size", "4000", "--nproc", "3"],
+            "--batch-size 4000 on 3 ranks needs 12000 rows, ",
+        ),
+        (["--prompt", "日 本"], "--prompt contains '日本', which does not "),
+        (["--prompt", ""], "--prompt is empty, "),
     ],
 )
 def test_a_mistake_is_one_line(flags, text, script, monkeypatch, capsys):

@@ -118,7 +118,8 @@ def test_char_gpt(tmp_path, launcher):
         "40",
         cwd=tmp_path,
     )
-    assert f"{GPUS} x cuda:0 in bf16" in text or f"{GPUS} x cuda:0 in fp16" in text
+    shown = f"ranks: {GPUS} | device: cuda:0 | precision: "
+    assert f"{shown}bf16" in text or f"{shown}fp16" in text
 
 
 # ---------------------------------------------------------------- Handler on one GPU

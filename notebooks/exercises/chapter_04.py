@@ -57,33 +57,40 @@ def _judge(seen: list[Seen]) -> str | None:
     one, other = seen[0]  # of rank 0: DDP gives all ranks the same gradient
     if one is None or other is None:
         return (
-            "the function must return a loss that backward() can start from, a tensor with a graph"
+            "your function must return a loss that backward() can start from: a tensor that still "
+            "has its graph, not a number."
         )
     first, second = one[1], other[1]
     whole, *wrong = _gradients_of_sums(COUNTED[0])
     hints = [
-        "every rank's mean has the same weight, however many targets it is a mean of: "
-        "divide the sum of a rank's losses by the number of targets on all ranks",
-        "the gradient is a third of what it should be: DDP divides by the world size, so multiply",
-        "this is the gradient of the sum over all targets, not of their mean",
-        "this is a third of the gradient of the sum: DDP has divided it by the world size, "
-        "but nothing has divided it by the number of targets on all ranks",
-        "targets of -100 were counted: count only the others",
-        "the gradient is two thirds of what it should be: there are 3 ranks here, not 2",
+        "in your result, each rank's mean has the same weight, although the ranks have different "
+        "numbers of targets. Divide the sum of each rank's losses by the number of targets on all "
+        "ranks.",
+        "the gradient is a third of what it should be. DDP divides by the world size, so your loss "
+        "has to be multiplied by it first.",
+        "you got the gradient of the sum over all targets, not of their mean. What is still "
+        "missing is a division by the number of targets on all ranks.",
+        "you got a third of the gradient of the sum. DDP has divided by the world size, but "
+        "nothing has divided by the number of targets on all ranks.",
+        "targets of -100 were counted. Count only the other targets.",
+        "the gradient is two thirds of what it should be. There are 3 ranks here, so ask "
+        "torch.distributed for the world size.",
     ]
     for gradient, hint in zip(wrong, hints, strict=True):
         if torch.allclose(first, gradient, atol=1e-6):
             return hint
     if not torch.allclose(first, whole, atol=1e-6):
-        return "the gradient is not that of the mean over the targets of all ranks"
+        return "the gradient is not the gradient of the mean over the targets of all ranks."
     if any(math.isnan(loss) for loss, _ in (rank[1] for rank in seen if rank[1])):
         return (
-            "right, except when no target of a rank counts: its mean is 0 / 0, so its loss is NaN"
+            "your loss is right, except on a rank where no target counts. The mean of such a rank "
+            "is 0 / 0, so its loss is NaN."
         )
     whole, *_ = _gradients_of_sums(COUNTED[1])
     if not torch.allclose(second, whole, atol=1e-6):
         return (
-            "right, except when no target of a rank counts: DDP still divides by all ranks, with it"
+            "your loss is right, except if no target of some rank counts. DDP still divides by the "
+            "number of all ranks, including that rank."
         )
     return None
 

@@ -64,27 +64,30 @@ def _judge(seen: list[Seen]) -> str | None:
     right = all_means.mean((0, 1))
     count = seen[0].synchronizations
     if got is None or not got.any():
-        return "there is no gradient: call backward() for each microbatch"
+        return "there is no gradient. Call backward() for each microbatch."
     if count == 0:
         return (
-            "the gradients were never synchronized, so each rank has its own: "
-            "the last microbatch must run outside no_sync()"
+            "the gradients were never synchronized, so each rank has its own. Run forward and "
+            "backward of the last microbatch outside no_sync()."
         )
     if torch.allclose(got, right * MICROBATCHES):
         return (
-            f"the gradient is {MICROBATCHES} times too large: backward() adds to .grad, "
-            "so divide each loss by the number of microbatches"
+            f"the gradient is {MICROBATCHES} times too large. backward() adds to .grad, so divide "
+            "each loss by the number of microbatches."
         )
     if torch.allclose(got, all_means[:, -1].mean(0)) or torch.allclose(
         got, all_means[:, -1].mean(0) / MICROBATCHES
     ):
-        return "only the last microbatch is in the gradient: do not zero it between microbatches"
+        return (
+            "the gradient contains only the last microbatch. Do not zero the gradients between "
+            "microbatches."
+        )
     if not torch.allclose(got, right, atol=1e-6):
-        return "the gradient is not that of the mean over all microbatches of all ranks"
+        return "the gradient is not the gradient of the mean over all microbatches of all ranks."
     if count > 1:
         return (
-            f"the gradient is right, but DDP synchronized {count} times: run forward and backward "
-            "of all microbatches but the last inside no_sync()"
+            f"the gradient is right, but DDP synchronized {count} times. Run forward and backward "
+            "inside no_sync() for all microbatches except the last."
         )
     return None
 

@@ -15,39 +15,39 @@ LAYOUTS = {
 
 
 def observe(device_index: Callable[[int, int, int], Any]) -> list[list[Any]]:
-    """Play one node: return the indices that its ranks take, in each layout."""
+    """Return the indices that the ranks of one node take, in each layout."""
     node = int(os.environ["RANK"])
-    return [[device_index(*seat) for seat in nodes[node]] for nodes in LAYOUTS.values()]
+    return [[device_index(*own) for own in nodes[node]] for nodes in LAYOUTS.values()]
 
 
 def judge(seen: list[list[list[Any]]]) -> str | None:
     for number, (layout, nodes) in enumerate(LAYOUTS.items()):
-        for node, seats in enumerate(nodes):
-            if hint := _wrong(seats, seen[node][number]):
+        for node, ranks in enumerate(nodes):
+            if hint := _wrong(ranks, seen[node][number]):
                 return f"with {layout}, {hint}"
     return None
 
 
-def _wrong(seats: list[tuple[int, int, int]], indices: list[Any]) -> str | None:
-    for (rank, local_rank, visible), index in zip(seats, indices, strict=True):
+def _wrong(ranks: list[tuple[int, int, int]], indices: list[Any]) -> str | None:
+    for (rank, local_rank, visible), index in zip(ranks, indices, strict=True):
         if type(index) is not int or not 0 <= index < visible:
             return (
                 f"rank {rank} (local rank {local_rank}) takes index {index!r}, but it sees "
                 f"{visible} device{'s' * (visible > 1)}. {_idea(visible)}"
             )
-    (first, _, visible), (second, _, _) = seats
+    (first, _, visible), (second, _, _) = ranks
     if visible > 1 and indices[0] == indices[1]:
         return (
             f"ranks {first} and {second} are on one node and share device {indices[0]}. "
-            "Which of the three numbers is different for all ranks of one node, and counts from 0?"
+            "Which argument is different for all ranks of one node, and counts from 0 there?"
         )
     return None
 
 
 def _idea(visible: int) -> str:
     if visible == 1:
-        return "It is the rank's own device. What is its index, if it is the only one in the list?"
-    return "Devices are counted from 0 on each node. Which of the three numbers is, too?"
+        return "This is the rank's own device. What is its index, if the rank sees no other device?"
+    return "Devices are counted from 0 on each node. Which of your three arguments is, too?"
 
 
 EXERCISES = {"device_index": Exercise(observe, judge)}

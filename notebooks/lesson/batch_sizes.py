@@ -1,4 +1,4 @@
-"""Trainings with several batch sizes, by samples and by optimizer steps."""
+"""Training with several batch sizes, plotted against samples and against optimizer steps."""
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
@@ -10,7 +10,7 @@ MARKERS = ["o-", "s-", "^-", "x--"]  # for readers who cannot tell the colours a
 
 
 def draw_batch_sizes(curves: dict[str, list[float]], samples: int, updates: dict) -> Figure:
-    """Draw the loss after each epoch: on the left by samples, on the right by optimizer steps.
+    """Draw the loss after each epoch, against samples (left) and against optimizer steps (right).
 
     Args:
         curves: The losses by name; the first is the reference.

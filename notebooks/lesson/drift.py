@@ -7,7 +7,7 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import nn
 
-from .palette import REFERENCE
+from .palette import BROKEN, REFERENCE
 
 
 def gap_between_ranks(model: nn.Module) -> float:
@@ -20,15 +20,21 @@ def gap_between_ranks(model: nn.Module) -> float:
 
 
 def draw_drift(gaps: Mapping[str, Sequence[float]], title: str = "", first: int = 0) -> Figure:
-    """Draw, for each way of training, the gap after each step; `title` is the legend's.
+    """Draw the gap after each step, for each way of training.
 
-    `first` is the number of the first step; 0: the gaps begin with the one before any step.
+    A way that ends with a gap is broken, and has that colour.
+
+    Args:
+        gaps: The gaps by the name of the way.
+        title: The title of the legend.
+        first: The number of the first step. 0 means that the first gap is from before any step.
     """
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     styles = zip(("o", "s", "^", "D"), ("-", "--", "-.", ":"), strict=True)
     for (name, values), (marker, line) in zip(gaps.items(), styles, strict=False):
         steps = range(first, first + len(values))
-        look: dict = {"color": REFERENCE, "marker": marker, "linestyle": line, "markersize": 4}
+        color = BROKEN if values[-1] > 0 else REFERENCE
+        look: dict = {"color": color, "marker": marker, "linestyle": line, "markersize": 4}
         axes.plot(steps, values, label=name, **look)
     axes.set(xlabel="optimizer steps", ylabel="largest difference\nof a weight between ranks")
     axes.set_ylim(bottom=-0.01)

@@ -11,7 +11,8 @@ COMPUTE = "#56B4E9"  # forward, backward, optimizer step
 COMMUNICATE = "#D55E00"  # a collective, or data on the wire
 WAIT = "#BFBFBF"  # waiting for another rank, or for data
 LOAD = "#F0E442"  # reading and preparing data
-REFERENCE = "#000000"  # one process, the ideal, the whole batch
+REFERENCE = "#000000"  # one process, the ideal, the whole batch: what is right
+BROKEN = "#A50026"  # what is wrong: a result or a run with a mistake in it
 VARIANTS = ["#882255", "#999933", "#CC6677"]  # whole runs with other settings than the reference
 
 MEMORY = {

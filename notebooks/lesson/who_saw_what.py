@@ -23,7 +23,7 @@ def draw_who_saw_what(cases: dict[str, list[Epoch]]) -> Figure:
     panels[0][0].set_ylabel("epoch")
     ranks = len(next(iter(cases.values()))[0])
     keys = [Patch(fc=RANKS[rank], ec="black", label=f"rank {rank}") for rank in range(ranks)]
-    keys.append(Patch(fc="white", ec="black", hatch="////", label="again: padding"))
+    keys.append(Patch(fc="white", ec="black", hatch="////", label="padding: drawn again"))
     figure.legend(handles=keys, loc="lower center", ncols=len(keys), bbox_to_anchor=(0.5, -0.12))
     figure.tight_layout()
     return figure

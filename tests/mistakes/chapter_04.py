@@ -54,13 +54,13 @@ def detached(outputs, targets):
 
 MISTAKES = {
     "global_mean_loss": [
-        (mean_of_means, "mean has the same weight"),
+        (mean_of_means, "each rank's mean has the same weight"),
         (without_world_size, "is a third of what it should be"),
-        (summed, "a third of the gradient of the sum"),
+        (summed, "you got a third of the gradient of the sum"),
         (counting_padding, "targets of -100 were counted"),
-        (for_two_ranks, "there are 3 ranks here"),
+        (for_two_ranks, "There are 3 ranks here"),
         (from_own_mean, "so its loss is NaN"),
-        (own_mean_for_the_others, "DDP still divides by all ranks"),
+        (own_mean_for_the_others, "DDP still divides by the number of all ranks"),
         (detached, "a loss that backward() can start from"),
     ],
 }

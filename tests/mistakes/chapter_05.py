@@ -44,7 +44,7 @@ MISTAKES = {
         (without_dividing, "3 times too large"),
         (without_no_sync, "DDP synchronized 3 times"),
         (all_in_no_sync, "never synchronized"),
-        (zeroed_each_time, "only the last microbatch"),
-        (without_backward, "call backward() for each microbatch"),
+        (zeroed_each_time, "contains only the last microbatch"),
+        (without_backward, "Call backward() for each microbatch"),
     ],
 }
