@@ -68,6 +68,7 @@ docs/tutorial-mistakes
 docs/differences
 docs/fault-drill
 docs/benchmarks
+docs/growth
 docs/not-executed
 CONTRIBUTING
 ```

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import bench
 import gpu_report
+import growth
 import numpy as np
 import pytest
 import torch
@@ -164,6 +165,27 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     alternative = text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
     assert "relative to if rank == 0, barrier" in alternative and "on_rank(0) (" in alternative
     assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
+
+
+@pytest.mark.full
+def test_growth_is_measured_and_written(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n" + "\n".join(growth.MARKS) + "\nafter")
+    script = BENCH.parent / "growth.py"
+    ended = run(sys.executable, script, "--ranks", "2", "3", "--markdown", page, cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    rows = [line.split("|")[1].strip() for line in page.read_text().splitlines() if "|" in line]
+    assert rows[2:] == [*growth.NAMES, "memory of a rank", "sockets of a rank"]
+
+
+def test_the_growth_of_a_cost_is_an_exponent():
+    worlds = [
+        growth.Costs(ranks, dict.fromkeys(growth.NAMES, ranks / 1000), ranks**2, ranks)
+        for ranks in (2, 4, 8)
+    ]
+    lines = growth.table(worlds).splitlines()
+    assert lines[2].startswith("| open a group | 2 ms | 4 ms | 8 ms | 1.0 |")
+    assert lines[-2] == "| memory of a rank | 4 MiB | 16 MiB | 64 MiB | 2.0 |"
 
 
 @pytest.mark.full
