@@ -52,7 +52,7 @@ def gather_times(rounds: int) -> dict[str, list[float]]:
     reduced = torch.zeros(BYTES // 4)
 
     def ours() -> Any:
-        return gather_rows(torch.cat(parts))
+        return gather_rows(torch.cat(parts), len(every))
 
     def by_accelerate() -> Tensor:
         return torch.cat([accelerator.gather_for_metrics(part) for part in parts])

@@ -5,6 +5,7 @@ import pickle
 import resource
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -374,7 +375,7 @@ def check_rows_arrive_dealt_in_turns():
             whole = torch.arange(rows * math.prod(shape), dtype=torch.float32)
             whole = whole.reshape(rows, *shape)
             own = whole[me::world]
-            found = gather_rows(own if len(own) else torch.empty(0))
+            found = gather_rows(own if len(own) else torch.empty(0), rows)
             if me:
                 assert found is None
             else:
@@ -387,7 +388,7 @@ def check_rows_may_lie_in_any_order_in_memory():
     whole = torch.arange(8.0 * world * 24).reshape(8 * world, 2, 3, 4)
     last = whole.contiguous(memory_format=torch.channels_last)
     for given in (last, whole.transpose(1, 3).contiguous().transpose(1, 3)):
-        found = gather_rows(given[me::world])
+        found = gather_rows(given[me::world], 8 * world)
         assert me or torch.equal(found, whole)
 
 
@@ -395,7 +396,7 @@ def check_entries_arrive_dealt_in_turns():
     me, world = dist.get_rank(), dist.get_world_size()
     for rows in (0, 1, world, 3 * world + 1):
         whole = [f"entry {row}" for row in range(rows)]
-        assert gather_rows(whole[me::world]) == (None if me else whole)
+        assert gather_rows(whole[me::world], rows) == (None if me else whole)
 
 
 def check_objects_arrive_in_order():
@@ -456,6 +457,19 @@ def check_a_gather_costs_rank_0_little_beyond_its_result():
     extra = _peak_memory() - before
     assert extra < (nbytes * (world + 0.5) if me == 0 else nbytes / 2), extra
     assert (parts is None) == (me > 0)
+
+
+def check_a_gather_of_rows_costs_rank_0_the_whole_and_two_more_parts():
+    me, world, nbytes = dist.get_rank(), dist.get_world_size(), 2**25
+    part = torch.ones(nbytes // 4, 1)
+    gather_rows(part[:10], 10 * world)
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = _peak_memory()
+    whole = gather_rows(part, len(part) * world)
+    extra = _peak_memory() - before
+    assert extra < (nbytes * (world + 2.25) if me == 0 else nbytes / 2), extra
+    assert whole is None if me else len(whole) == len(part) * world
 
 
 def check_packing_takes_the_size_of_the_object_once():

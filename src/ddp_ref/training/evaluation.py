@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..collectives import exchange_objects, gather_objects, gather_tensors
+from ..collectives import exchange_objects, gather_objects, move_tensor
 from .batches import CPU, move, use_device
 from .loss_and_metrics import LossAndMetrics
 from .rank_sync import all_means
@@ -96,34 +97,35 @@ def outputs_in_order(
         raise ValueError(
             f"outputs must have rows of one shape and dtype, or all be lists, not {kinds}: pad them"
         )
-    if kinds == {"list"}:
-        rows = [row for batch in batches for row in batch]
-    else:
-        rows = torch.cat(batches) if batches else torch.empty(0)
-    return gather_rows(rows) if distributed else rows
+    rows = list(chain(*batches)) if kinds == {"list"} else torch.cat(batches or [torch.empty(0)])
+    batches.clear()  # they were copied
+    return gather_rows(rows, len(loader.dataset)) if distributed else rows  # type: ignore[arg-type]
 
 
-def gather_rows(own: Any) -> Any:
+def gather_rows(own: Any, items: int) -> Any:
     """Return the rows of all ranks, interleaved, on rank 0, and None elsewhere (collective).
 
     Args:
         own: This rank's rows, a tensor of shape (rows, ...) or a list. In the result they are the
             rows rank, rank + world_size, rank + 2 * world_size and so on. The ranks may differ
             by one row, and only a rank without rows may pass another shape or dtype than rank 0.
+        items: The number of rows of all ranks together.
 
     Returns:
         All rows on rank 0: one tensor on the CPU, or a list.
     """
-    parts: Any = gather_objects(own) if isinstance(own, list) else gather_tensors(own)
-    if parts is None:
-        return None
-    number = sum(map(len, parts))
-    is_list = isinstance(own, list)
-    whole: Any = [None] * number if is_list else own.new_empty(number, *own.shape[1:], device=CPU)
+    if isinstance(own, list):
+        whole: Any = [None] * items
+        parts: Any = gather_objects(own) or []
+    else:
+        whole = own.new_empty(items, *own.shape[1:], device=CPU)
+        specs = exchange_objects((own.shape, own.dtype))
+        # One after the other, so that rank 0 holds only two ranks' rows beside the whole.
+        parts = (move_tensor(own.contiguous(), spec, src) for src, spec in enumerate(specs))
     for rank, part in enumerate(parts):
-        if len(part):
-            whole[rank :: len(parts)] = part
-    return whole
+        if part is not None and len(part):
+            whole[rank :: dist.get_world_size()] = part
+    return None if dist.get_rank() else whole
 
 
 def _rows(outputs: Any, samples: int) -> Any:
