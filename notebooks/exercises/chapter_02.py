@@ -49,27 +49,27 @@ def judge_start(seen: list[tuple[State, State]]) -> str | None:
     if differ(first, weights):
         return (
             "the parameters still differ between the ranks after your function. A broadcast works "
-            "in place, so give it the parameters themselves, not copies of them"
+            "in place, so give it the parameters themselves, not copies of them."
         )
     if differ(wanted, weights):
         return (
             "all ranks now hold the same parameters, but not the ones that rank 0 had. Choose the "
-            "collective that copies one rank's values, not one that combines all ranks' values"
+            "collective that copies one rank's values, not one that combines all ranks' values."
         )
     if differ(first, buffers):
         return (
             "the parameters are right, but buffers such as BatchNorm's running mean still differ "
-            "between the ranks. model.parameters() does not contain them"
+            "between the ranks. model.parameters() does not contain them."
         )
     if differ(wanted, buffers):
         return (
             "the parameters are right and all ranks hold the same buffers, but not the buffers of "
-            "rank 0"
+            "rank 0."
         )
     if differ(first, [NOT_SAVED]) or differ(wanted, [NOT_SAVED]):
         return (
             "a buffer that was registered with persistent=False did not become rank 0's. "
-            "state_dict() leaves such buffers out, and model.buffers() does not"
+            "state_dict() leaves such buffers out, and model.buffers() does not."
         )
     return None
 

@@ -66,7 +66,7 @@ def judge_environment(seen: list[Meeting]) -> str | None:
         )
     totals = [meeting.total for meeting in seen]
     if totals != [2.0**WORLD_SIZE - 1] * WORLD_SIZE:
-        return f"the processes met, but an all-reduce gave {totals}, so not every rank took part"
+        return f"the processes met, but an all-reduce gave {totals}, so not every rank took part."
     return None
 
 
@@ -75,43 +75,43 @@ def _find_mistake(variables: list[Any], port: int) -> str | None:
     size = len(variables)
     for own in variables:
         if not isinstance(own, dict):
-            return f"your function returned a {type(own).__name__}, but it should return a dict"
+            return f"your function returned a {type(own).__name__}, but it should return a dict."
         for name, why in WHY.items():
             if name not in own:
-                return f"{name} is missing, so {why}"
+                return f"{name} is missing, so {why}."
             if not isinstance(own[name], str):
                 return (
                     f"{name} is the {type(own[name]).__name__} {own[name]!r}, but environment "
-                    "variables are text: os.environ accepts nothing else. Use str()"
+                    "variables are text: os.environ accepts nothing else. Use str()."
                 )
     by_name = {name: [own[name] for own in variables] for name in WHY}
     ranks = [str(rank) for rank in range(size)]
     if set(by_name["WORLD_SIZE"]) != {str(size)}:
         return (
             f"WORLD_SIZE is {' and '.join(sorted(set(by_name['WORLD_SIZE'])))}, but the job has "
-            f"{size} processes. All of them count, rank 0 too, and all must say the same"
+            f"{size} processes. All of them count, rank 0 too, and all must say the same."
         )
     if by_name["RANK"] != ranks:
         return (
             f"your processes claim the ranks {', '.join(by_name['RANK'])}. Ranks count from 0, and "
-            f"each must appear exactly once: here {', '.join(ranks)}"
+            f"each must appear exactly once: here {', '.join(ranks)}."
         )
     if by_name["LOCAL_RANK"] != ranks:
         return (
             f"LOCAL_RANK is {', '.join(by_name['LOCAL_RANK'])} for ranks {', '.join(ranks)}. It "
-            "numbers the processes of one machine, and all of these run on one machine"
+            "numbers the processes of one machine, and all of these run on one machine."
         )
     if len(set(by_name["MASTER_PORT"])) > 1:
         return (
             f"MASTER_PORT is {', '.join(by_name['MASTER_PORT'])} for ranks {', '.join(ranks)}, so "
-            "each looks for the store somewhere else. They must all meet at one port"
+            "each looks for the store somewhere else. They must all meet at one port."
         )
     if set(by_name["MASTER_PORT"]) != {str(port)}:
-        return f"MASTER_PORT is {by_name['MASTER_PORT'][0]}, but the caller asked for port {port}"
+        return f"MASTER_PORT is {by_name['MASTER_PORT'][0]}, but the caller asked for port {port}."
     if len(set(by_name["MASTER_ADDR"])) > 1:
         return (
             "the processes have different values of MASTER_ADDR. It is not a process's own "
-            "address, but that of the store, so it is the same for all"
+            "address, but the address of the store, so it is the same for all."
         )
     return None
 
