@@ -78,18 +78,10 @@ def spawn(nproc, config):
 @record  # so that torchrun shows the traceback of the rank that failed first
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", required=True, help="such as scripts/configs/digits.yaml")
+    parser.add_argument("--nproc", type=int, help="processes to start; not under a launcher")
     parser.add_argument(
-        "--config", required=True, help="YAML file, such as scripts/configs/digits.yaml"
-    )
-    parser.add_argument(
-        "--nproc", type=int, help="processes to start; leave it out under a launcher"
-    )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="KEY=VALUE, such as training.batch_size=64",
+        "--set", nargs="+", action="extend", default=[], help="such as training.batch_size=64"
     )
     args = parser.parse_args()
     try:

@@ -163,7 +163,7 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     assert row in text and "old" not in text and "\n\n`bench.py waits --rounds=2` on " in text
     assert text.startswith("before\n") and text.endswith("\nafter")
     alternative = text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
-    assert "relative to if rank == 0, barrier" in alternative and "on_rank(0) (" in alternative
+    assert "multiple of 'if rank == 0, barrier'" in alternative and " for on_rank(0)" in alternative
     assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
 
 
