@@ -150,11 +150,17 @@ $(PEERS): $(READY)
 	$(PIP_INSTALL) -e '.[bench]'
 	@touch $(PEERS)
 
-lint: $(READY)  ## check format, lint and types
+lint: $(READY)  ## check format, lint, types and configuration files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --strict --follow-imports=silent $(STRICT)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(BIN)/check-jsonschema --builtin-schema vendor.renovate renovate.json
 
 format: $(READY)  ## format the code and mend what lint can
 	$(BIN)/ruff format .

@@ -18,12 +18,15 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, product
 from pathlib import Path
 
-from faults import why_no_small_disk
-from launchers import SCRIPT, why_no_slurm
-from page import around_marks
-from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw, drawn
-from report import MARKS, summary, table, tail, write_markdown
-from rounds import WRONG, Job, Played
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness.py and page.py
+
+from faults import why_no_small_disk  # noqa: E402
+from launchers import SCRIPT, why_no_slurm  # noqa: E402
+from page import around_marks  # noqa: E402
+from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw, drawn  # noqa: E402
+from report import MARKS, summary, table, tail, write_markdown  # noqa: E402
+from rounds import WRONG, Job, Played  # noqa: E402
 
 
 def main() -> None:

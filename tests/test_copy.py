@@ -182,10 +182,10 @@ def test_every_module_has_its_place():
     assert set(FOLDERS) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
-@pytest.mark.full  # pip loads setuptools to build it
-def test_what_pip_installs_has_the_package_and_the_data(tmp_path):
+@pytest.mark.full  # pip loads hatchling to build it
+def test_what_pip_installs_is_the_package_alone(tmp_path):
     project = tmp_path / "project"
-    shutil.copytree(ROOT / "src", project / "src", ignore=shutil.ignore_patterns("*.egg-info"))
+    shutil.copytree(ROOT / "src", project / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "datautils.py"):
         shutil.copy(ROOT / name, project)
     ended = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "./project", cwd=tmp_path)
@@ -193,7 +193,14 @@ def test_what_pip_installs_has_the_package_and_the_data(tmp_path):
     (wheel,) = tmp_path.glob("ddp_ref-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {f"ddp_ref/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
-    assert files | {"datautils.py", "ddp_ref/py.typed", "ddp_ref/__init__.pyi"} <= names
+    files |= {"ddp_ref/py.typed", "ddp_ref/__init__.pyi"}
+    assert {name for name in names if ".dist-info/" not in name} == files
+
+
+def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
+    code = "import datautils, ddp_ref; print(datautils.__file__)"
+    ended = run(sys.executable, "-c", code, cwd=tmp_path, fresh=True)
+    assert ended.stdout.strip() == str(ROOT / "datautils.py"), ended.stderr
 
 
 BUDGETS = {  # lines of code, at most a tenth above the design's; docstrings and comments are free
