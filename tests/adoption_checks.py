@@ -251,6 +251,8 @@ def check_loaders_that_cannot_be_sharded_are_refused():
     for set_loader in (handler.set_train_loader, handler.set_val_loader):
         with pytest.raises(ValueError, match="must be one data set, not a dict of a, b: pass one"):
             set_loader({"a": data, "b": data}, 2)
+        with pytest.raises(ValueError, match="must be one data set, not a dict of a: pass one"):
+            set_loader({"a": data})
     with pytest.raises(ValueError, match="steps_per_epoch is for an IterableDataset"):
         handler.set_train_loader(data, 2, steps_per_epoch=3)
 
@@ -335,6 +337,25 @@ class Many(nn.Linear):
         if self.kind == "lists":
             return [row[: 1 + index] for index, row in enumerate(out)]
         return {"loss": out.mean()} if self.kind == "loss" else out.mean(0)
+
+
+class Reuses(nn.Linear):
+    """Returns the same tensor for each batch, with other numbers."""
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        if not hasattr(self, "kept"):
+            self.kept = torch.empty_like(outputs)
+        return self.kept[: len(outputs)].copy_(outputs)
+
+
+def check_an_output_that_the_model_overwrites_is_copied():
+    handler = job(model=Reuses(4, 2))
+    data = Points(6 * world_size())
+    predicted = handler.predict(data, 2)
+    with torch.no_grad():
+        expected = nn.functional.linear(data.inputs, *handler._unwrapped.parameters())
+    assert handler.rank or torch.allclose(predicted, expected)
 
 
 def check_outputs_of_any_kind_are_split_into_items():

@@ -163,6 +163,14 @@ def check_an_exception_that_does_not_unpickle_keeps_its_name_and_text():
     usable()
 
 
+def check_an_exception_that_python_cannot_print_is_raised_on_all_ranks():
+    def fail():
+        raise SyntaxError("bad", ("file", 1, 1, b"no text"))  # traceback expects text
+
+    assert raised(SyntaxError, on_rank(0, max_wait=timedelta(seconds=20))(fail)).msg == "bad"
+    usable()
+
+
 def check_of_several_exceptions_the_lowest_rank_is_raised():
     for ranks in subsets():
 

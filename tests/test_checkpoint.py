@@ -376,3 +376,9 @@ def test_a_state_dict_without_tensors_has_nothing_to_check():
             return {"packed": super().state_dict(**options)}
 
     checkpoint.check_finite(Packed(1, 1))
+
+
+def test_a_mask_of_a_module_that_is_used_twice_may_be_infinite():
+    shared = nn.Linear(1, 1)
+    shared.register_buffer("mask", torch.tensor([float("-inf")]))
+    checkpoint.check_finite(nn.Sequential(shared, shared))

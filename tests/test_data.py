@@ -278,6 +278,7 @@ def test_a_stream_alone_is_read_to_its_end():
         (train_loader, Unsized(), 1, {}, "add __len__ to Unsized"),
         (train_loader, range(3), 0, {}, "batch_size must be an integer of at least 1, not 0"),
         (train_loader, range(3), 1.5, {}, "not 1.5"),
+        (train_loader, DataLoader(range(3)), 0, {}, "at least 1, not 0"),
         (eval_loader, range(3), True, {}, "not True"),
         (eval_loader, Unsized(), 1, {}, "add __len__ to Unsized"),
         (eval_loader, Stream(), 1, {}, "an IterableDataset cannot be evaluated"),

@@ -14,13 +14,13 @@ from datautils import digits
 
 
 def count_collectives(work: Callable[..., object], *args: Any) -> int:
-    """Return how many collectives of gloo `work(*args)` took on this rank, DDP's own included.
+    """Return how many collectives `work(*args)` took on this rank, DDP's own included.
 
     Broadcasts are not counted: DDP has two of them, about its buckets, whatever the steps.
     """
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
         work(*args)
-    counted = ("gloo:all_reduce", "gloo:all_gather")
+    counted = ("gloo:all_reduce", "gloo:all_gather", "nccl:all_reduce", "nccl:_all_gather_base")
     return sum(event.name in counted for event in profile.events())
 
 
@@ -29,14 +29,15 @@ def plain_loop(reduce_loss: bool) -> Callable[[], None]:
 
     The model is made now: DDP compares the ranks' models, and makes them equal, in collectives.
     """
-    model = DDP(torch.nn.Linear(64, 10))
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    model = DDP(torch.nn.Linear(64, 10).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = digits("train")
 
     def epoch() -> None:
         for inputs, targets in DataLoader(data, 32, sampler=DistributedSampler(data)):
             optimizer.zero_grad()
-            loss = cross_entropy(model(inputs), targets)
+            loss = cross_entropy(model(inputs.to(device)), targets.to(device))
             loss.backward()
             optimizer.step()
             if reduce_loss:

@@ -262,15 +262,13 @@ def pack_exception(
         dumps: Functions that pickle it, tried in order. `pickle.dumps` pickles the class by
             reference, so the receiver gets its own class and its `except` catches it.
     """
-    with_name = "".join(traceback.format_exception_only(type(error), error)).strip()
-    pickled = None
+    with_name, trace = describe(error, traceback.format_exception_only), describe(error)
     for dump in dumps:
         with suppress(Exception):  # __reduce__ and __init__ are the user's: anything may happen
             copy = dump(error)
             if type(pickle.loads(copy)) is type(error):
-                pickled = copy
-                break
-    return pickle.dumps((pickled, with_name, describe(error)))
+                return pickle.dumps((copy, with_name, trace))
+    return pickle.dumps((None, with_name, trace))
 
 
 def unpack_exception(packed: bytes, where: str) -> BaseException:
@@ -291,9 +289,11 @@ def unpack_exception(packed: bytes, where: str) -> BaseException:
     return error
 
 
-def describe(error: BaseException) -> str:
-    """Return `error` as Python prints it: its traceback, its text, its notes."""
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+def describe(error: BaseException, lines: Callable[..., Any] = traceback.format_exception) -> str:
+    """Return `error` as Python prints it; only its type's name if Python cannot print it."""
+    with suppress(Exception):  # the text and the notes are the user's code, too
+        return "".join(lines(error)).strip()
+    return type(error).__name__
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -111,7 +111,8 @@ def rank_first(rank: int = 0, *, local: bool = False) -> AbstractContextManager[
         ValueError: On entering the block, if there is no such rank.
         RuntimeError: On entering the block, if a rank died, or if the ranks are in different calls.
         BaseException: If the first rank raises in the block, all ranks raise that exception, as in
-            on_rank. What another rank raises in the block is raised on that rank only.
+            on_rank (instead of StopIteration, the others raise a RuntimeError). What another rank
+            raises in the block is raised on that rank only.
     """
     caller = sys._getframe(1)
     place = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"

@@ -384,7 +384,7 @@ class Handler:
 
     @property
     def step(self) -> int:
-        """How many optimizer steps were taken, in all epochs."""
+        """How many optimizer steps there were in all epochs, with those that were skipped."""
         return self.state.step
 
     @property

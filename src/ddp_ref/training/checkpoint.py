@@ -195,7 +195,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def check_finite(model: nn.Module) -> None:
     """Raise FloatingPointError if a weight is not finite: training cannot recover from that."""
-    buffers = dict(model.named_buffers())
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     # Extra state need not be a tensor.
     state = {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
     # A buffer, such as a mask, may be infinite on purpose, so there only nan is an error.

@@ -35,8 +35,9 @@ def train_loader(
 ) -> DataLoader[Any]:
     """Return a DataLoader for this rank's training batches.
 
-    It has a TrainSampler and seeds each sample (see SeededDataset). In your own loop, call
-    `loader.sampler.set_epoch(epoch)` before each epoch.
+    It has a TrainSampler and seeds each sample (see SeededDataset, in which it wraps your data
+    set: a `worker_init_fn` finds yours in `get_worker_info().dataset.dataset`). In your own loop,
+    call `loader.sampler.set_epoch(epoch)` before each epoch.
 
     A `sampler` or `batch_sampler` of yours is used as it is, if there is one rank, or if its
     attributes `rank` and `num_replicas` show that it gives this rank its own samples, as those of
@@ -71,9 +72,9 @@ def train_loader(
         _check_sampler(own, loader[own], rank, world_size)
         loader["shuffle"] = shuffle  # True is an error of DataLoader
     elif not isinstance(dataset, IterableDataset):
-        check_count("batch_size", batch_size)
         shard = {"rank": rank, "world_size": world_size, "seed": seed}
         loader["sampler"] = TrainSampler(length_of(dataset), shuffle=in_random_order, **shard)
+        check_count("batch_size", batch_size)
         dataset = SeededDataset(dataset, seed, loader.get("collate_fn"))
         loader["collate_fn"] = _already_collated
     if own != "batch_sampler":
@@ -118,8 +119,8 @@ def eval_loader(
                 f"evaluation uses each item once, but a {type(own).__name__} may not: pass a Subset"
             )
         loader["drop_last"] = False
-    check_count("batch_size", batch_size)
     loader["sampler"] = ShardSampler(length_of(dataset), rank=rank, world_size=world_size)
+    check_count("batch_size", batch_size)
     return Loader(dataset, batch_size=batch_size, **loader)
 
 
@@ -283,7 +284,7 @@ def _unpack(
             )
         kept = KEPT + (OF_WORKERS if given.get("num_workers", data.num_workers) else ())
         options = {name: getattr(data, name) for name in kept}
-        data, batch_size = data.dataset, batch_size or data.batch_size
+        data, batch_size = data.dataset, data.batch_size if batch_size is None else batch_size
     if isinstance(data, SeededDataset):  # from a loader of ours
         options["collate_fn"] = data.collate_fn
         data = data.dataset

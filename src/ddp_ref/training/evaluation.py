@@ -139,7 +139,7 @@ def _rows(outputs: Any, samples: int) -> Any:
         outputs = {part.name: getattr(outputs, part.name) for part in dataclasses.fields(outputs)}
     rows: Any = None
     if isinstance(outputs, Tensor):
-        rows = outputs.cpu() if outputs.dim() else None
+        rows = outputs.to(CPU, copy=True) if outputs.dim() else None
     elif isinstance(outputs, list):
         rows = move(outputs, CPU)
     elif isinstance(outputs, Mapping | tuple):

@@ -23,7 +23,7 @@ class TrainState:
 
     sums: RunningSums  # of this epoch, on this rank
     epoch: int = 0  # how many epochs have ended
-    step: int = 0  # how many optimizer steps were taken, in all epochs
+    step: int = 0  # optimizer steps in all epochs, with those that were skipped
     samples_seen: int = 0  # how many samples of this epoch all ranks together have drawn
     history: dict[str, list[float]] = field(default_factory=dict)
     data: dict[str, int | None] = field(default_factory=dict)  # fingerprint of this epoch's data
