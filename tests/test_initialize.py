@@ -489,7 +489,8 @@ def test_absent_ranks_and_what_is_left(rank):
 
 
 @pytest.mark.parametrize(
-    ("host", "cause"), [(HOST, "refused"), ("no-such-host.invalid", "(not known|resolution)")]
+    ("host", "cause"),
+    [(HOST, "refused"), ("no-such-host.invalid", "(not known|resolution)"), ("a..b", "label")],
 )
 def test_unreachable_master(host, cause):
     port = free_port()

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import pickle
 import random
 import resource
@@ -19,6 +20,7 @@ from rank_checks import check_passes, checks, on_ranks
 from ddp_ref import (
     barrier,
     broadcast_object,
+    cleanup_ddp,
     gather_objects,
     initialize_ddp,
     reduce_sum,
@@ -178,6 +180,18 @@ class Calling(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return self.call()
+
+
+def test_a_fork_of_a_rank_leaves_the_group_to_the_rank():
+    def work():
+        info = initialize_ddp()
+        if not (pid := os.fork()):
+            cleanup_ddp()
+            os._exit(0 if dist.is_initialized() else 1)
+        ended = os.waitpid(pid, 0)[1]
+        return ended, reduce_sum({"ranks": 1.0})["ranks"], info.world_size
+
+    assert run_ranks(work, timeout=timedelta(seconds=60)) == [(0, 2.0, 2)] * 2
 
 
 def test_a_process_forked_from_a_rank_is_told_so():

@@ -1,7 +1,8 @@
 """Combine values across ranks: sum, mean, max, min, gather and broadcast.
 
-Every function here is collective: all ranks call it, in the same order. Without a process group, or
-in a world of one, each function returns what a single rank would get. A rank whose value cannot be
+Every function here is collective: all ranks call it, in the same order and with the same `src` and
+`to_all`. Without a process group, or in a world of one, each function returns what a single rank
+would get. A received CPU tensor cannot be resized: clone it first. A rank whose value cannot be
 sent raises, and must then exit, because the other ranks wait for its value. In a process that was
 forked from a rank, such as a DataLoader's worker, every function raises a RuntimeError.
 """
@@ -318,7 +319,7 @@ def _as_tensor(name: str, value: Any) -> Tensor:
         return value.detach()
     try:  # float() would also take a str
         return torch.tensor(value.__float__(), dtype=torch.float64)
-    except (AttributeError, TypeError):  # also numpy's, for an array of several numbers
+    except (AttributeError, TypeError, OverflowError):  # numpy: an array of several numbers
         raise TypeError(f"{name!r} must be a number or a tensor, not {value!r}") from None
 
 

@@ -97,7 +97,8 @@ def initialize_ddp(
     Raises:
         ValueError: If the environment or the arguments contradict each other.
         TypeError: If `timeout` is not a timedelta or `use_distributed` is not a bool.
-        RuntimeError: If ranks are missing, naming them; if the master cannot be reached; if
+        RuntimeError: If ranks are missing, naming them (but not a rank that stops in the very last
+            step, which torch does not name); if the master cannot be reached; if
             `backend="nccl"` and a rank has no GPU of its own; or if a restart by torchrun would
             not be safe. No group is left open.
     """
@@ -122,8 +123,13 @@ def initialize_ddp(
 
 
 def cleanup_ddp() -> None:
-    """Close the process group, if one is open, and every group made from it."""
-    if dist.is_available() and dist.is_initialized():
+    """Close the process group, if one is open, and every group made from it.
+
+    All ranks call it once none of them needs the others any more. It may wait 30 seconds. A process
+    that was forked from a rank leaves the group to the rank, and must end with `os._exit`, as those
+    of multiprocessing do.
+    """
+    if dist.is_available() and dist.is_initialized() and known_group().pid == os.getpid():
         dist.destroy_process_group()
     wait_until_gloo_is_idle()  # a DDP model, or torch itself, may still hold a closed group
 

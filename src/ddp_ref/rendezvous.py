@@ -207,7 +207,7 @@ class Rendezvous:
             left = self._deadline - time.monotonic()
             try:
                 return socket.create_connection(self._master, max(left, RETRY)).close()
-            except OSError as error:
+            except (OSError, UnicodeError) as error:  # UnicodeError: a name such as a..b
                 problem = self._failure(f"cannot reach the master: {error}; check MASTER_ADDR")
                 if left < RETRY or self.given_up.wait(RETRY):
                     raise problem from error

@@ -2,7 +2,8 @@
 
 They are started by `subprocess`, not by `multiprocessing`. So the caller's script is not run again
 and needs no `__main__` guard, the global start method stays unset, DataLoader workers start as they
-do under torchrun, and a worker can be killed with everything it started. For Linux and macOS.
+do under torchrun, and a worker can be killed with everything it started in its own session. For
+Linux and macOS.
 """
 
 import functools
