@@ -114,7 +114,10 @@ class Batch:
     ("batch", "count"),
     [
         ((torch.ones(3, 2), torch.ones(5)), 5),
-        ([torch.ones(3, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets of two parts
+        ([torch.ones(5, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets of two parts
+        ((torch.ones(4, 2), [torch.zeros(5, 4)] * 4), 4),  # as many boxes in each image
+        (([torch.ones(3, 8, 8)] * 2, [torch.zeros(5, 4)] * 2), 2),
+        (([torch.ones(8, 2)] * 2, [torch.ones(8)] * 2), 8),  # inputs and targets of two parts
         ((torch.ones(3, 2), [{"boxes": torch.ones(9, 4)}, {}, {}]), 3),
         ((torch.ones(2, 2), [torch.zeros(3, 5), torch.zeros(1, 5)]), 2),  # boxes of two images
         ((torch.ones(2, 2), [torch.zeros(0, 5), torch.zeros(1, 5)]), 2),

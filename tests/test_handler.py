@@ -231,15 +231,26 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
     with pytest.raises(ValueError, match="with seed 0, not 5"):
         job(seed=5).load(tmp_path / "step_7.pt")
     with pytest.raises(
-        ValueError, match=r"with parts \['optimizer'\], not \['optimizer', 'scheduler'\]"
+        ValueError,
+        match=r"with parts {'optimizer': 'SGD'}, not {'optimizer': 'SGD', 'scheduler': 'StepLR'}",
     ):
         job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)).load(tmp_path / "step_7.pt")
     scheduled = job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
     scheduled.save(tmp_path / "scheduled.pt")
     with pytest.raises(
-        ValueError, match=r"with parts \['optimizer', 'scheduler'\], not \['optimizer'\]"
+        ValueError,
+        match=r"with parts {'optimizer': 'SGD', 'scheduler': 'StepLR'}, not {'optimizer': 'SGD'}",
     ):
         job().load(tmp_path / "scheduled.pt")
+    for other, said in [
+        (lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), "'scheduler': 'StepLR'}, not"),
+        (
+            lambda o: (torch.optim.lr_scheduler.StepLR(o, 1), "epoch"),
+            "steps_per 'step', not 'epoch'",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            job(scheduler=other).load(tmp_path / "scheduled.pt")
     with pytest.raises(ValueError, match=r"with metrics \['accuracy'\], not \['other'\]"):
         job(metrics={"other": accuracy}).load(tmp_path / "step_7.pt")
     (tmp_path / "step_old_9.pt").write_bytes(b"not one of ours")

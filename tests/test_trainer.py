@@ -327,7 +327,7 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
     train(config)
     with pytest.raises(ValueError, match=r"on 40 training .* there are 30: use the same data"):
         train(config | {"validation": {"fraction": 0.3}})
-    with pytest.raises(ValueError, match="optimizer_type 'SGD', not 'AdamW'"):
+    with pytest.raises(ValueError, match=r"{'optimizer': 'SGD'}, not {'optimizer': 'AdamW'}"):
         train(config | {"training": config["training"] | {"optimizer_type": torch.optim.AdamW}})
     with pytest.raises(RuntimeError, match="in loading state_dict"):
         train(config | {"model": {"type": nn.Linear, "args": [4, 3]}})

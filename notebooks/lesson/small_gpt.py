@@ -15,14 +15,15 @@ def start(make: Callable[..., nn.Module], n_embd: int = 32) -> tuple[nn.Module, 
 
     Odd ranks see only five different characters, so that the ranks' gradients differ a lot.
     """
-    rank = initialize_ddp().rank
+    info = initialize_ddp()
     torch.set_num_threads(1)  # so that sums are added in the same order
     torch.manual_seed(0)
     model = make(string.printable, n_layer=4, n_head=2, n_embd=n_embd, block_size=32)
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.1)  # in an untrained GPT the blocks have no effect
-    torch.manual_seed(rank)
-    return model, torch.randint(5 if rank % 2 else len(string.printable), (8, 33))
+    torch.manual_seed(info.rank)
+    ids = torch.randint(5 if info.rank % 2 else len(string.printable), (8, 33))
+    return model.to(info.device), ids.to(info.device)
 
 
 def loss_of(net: nn.Module, ids: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def default_count(batch: Any) -> int:
     """Return the number of samples: of the targets in a pair, else of the batch itself."""
     is_pair = isinstance(batch, list | tuple) and len(batch) == 2
     for part in reversed(batch) if is_pair else [batch]:
-        if (count := _samples_in(part, is_pair)) is not None:
+        if (count := _samples_in(part, is_pair, is_pair and _samples_in(batch[0]))) is not None:
             return count
     raise ValueError(
         f"cannot tell how many samples a batch of type {type(batch).__name__} has: pass count= to "
@@ -51,7 +51,7 @@ def default_count(batch: Any) -> int:
     )
 
 
-def _samples_in(value: Any, may_be_samples: bool = True) -> int | None:
+def _samples_in(value: Any, may_be_samples: bool = True, inputs: int | None = None) -> int | None:
     if isinstance(value, Tensor):
         return len(value) if value.dim() else None
     if isinstance(graphs := getattr(value, "num_graphs", None), int):  # of PyTorch Geometric
@@ -59,12 +59,12 @@ def _samples_in(value: Any, may_be_samples: bool = True) -> int | None:
     if isinstance(value, Mapping):
         counts = map(_samples_in, value.values())
         return next((count for count in counts if count is not None), None)
-    # default_collate makes a list with one tensor for each part of a target, all of one length.
-    # Detection targets are a list with one dict or tensor per sample, so the length of that list
-    # is the count. The tensors differ in length then, or all are empty.
+    # default_collate makes a list with one tensor for each part of a target: all of them have as
+    # many rows as there are inputs. Detection targets are a list with one dict or tensor per
+    # sample, so the length of that list is the count.
     parts = value if isinstance(value, list | tuple) else ()
     lengths = {len(part) for part in parts if isinstance(part, Tensor) and part.dim()}
-    if may_be_samples and (len(lengths) > 1 or lengths == {0}):
+    if may_be_samples and lengths and lengths != {inputs or max(lengths) or None}:
         return len(parts)
     if parts and not isinstance(parts[0], Mapping) and (count := _samples_in(parts[0])) is not None:
         return count

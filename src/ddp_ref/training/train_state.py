@@ -138,6 +138,6 @@ def _identity(handler: Any) -> dict[str, Any]:
     return {
         "seed": handler.seed,
         "metrics": list(handler.metrics),
-        "optimizer_type": type(handler.optimizer).__name__,
-        "parts": sorted(handler.optimizer_step.parts()),
+        "parts": {n: type(part).__name__ for n, part in handler.optimizer_step.parts().items()},
+        "scheduler_steps_per": handler.optimizer_step.unit,
     }
