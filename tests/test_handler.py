@@ -244,10 +244,7 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         job().load(tmp_path / "scheduled.pt")
     for other, said in [
         (lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), "'scheduler': 'StepLR'}, not"),
-        (
-            lambda o: (torch.optim.lr_scheduler.StepLR(o, 1), "epoch"),
-            "steps_per 'step', not 'epoch'",
-        ),
+        (lambda o: (torch.optim.lr_scheduler.StepLR(o, 1), "step"), "per 'epoch', not 'step'"),
     ]:
         with pytest.raises(ValueError, match=said):
             job(scheduler=other).load(tmp_path / "scheduled.pt")
