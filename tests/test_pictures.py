@@ -9,7 +9,7 @@ from harness import ROOT
 from lesson import palette
 
 FIGURES = ROOT / "notebooks" / "figures"
-PICTURES = sorted(FIGURES.glob("*.svg")) + [ROOT / "docs" / "figures" / "one_step.svg"]
+PICTURES = [*sorted(FIGURES.glob("*.svg")), ROOT / "docs" / "figures" / "one_step.svg"]
 SVG = "{http://www.w3.org/2000/svg}"
 SIZE = re.compile(r"font(?:-size)?\s*:[^;}]*?(\d+(?:\.\d+)?)(px|em|rem|pt|%)")
 UNSAFE_TAGS = {"script", "image", "foreignObject", "iframe", "a"}
