@@ -4,6 +4,7 @@ A script defines `check_...` functions, which every rank calls in the same order
 `run_checks(globals())`. A test asks for one of them by name with `check_passes`.
 """
 
+import faulthandler
 import functools
 import json
 import os
@@ -20,6 +21,7 @@ from harness import run, torchrun
 
 HERE = Path(__file__).parent
 TIMEOUT = timedelta(seconds=60)
+STUCK = 50  # seconds after which a rank writes where it is: before its peers' timeout
 
 
 def run_checks(namespace: dict[str, Any]) -> None:
@@ -36,8 +38,10 @@ def run_checks(namespace: dict[str, Any]) -> None:
     else:
         initialize_ddp(TIMEOUT, use_distributed=True)
     results = Path(f"rank{dist.get_rank()}.json")
+    stack = Path(f"rank{dist.get_rank()}.stack").open("w")  # noqa: SIM115 - for good
     done: dict[str, str] = {}
     for name in _names(namespace):
+        faulthandler.dump_traceback_later(STUCK, file=stack)
         try:
             namespace[name]()
             done[name] = "passed"
@@ -47,6 +51,7 @@ def run_checks(namespace: dict[str, Any]) -> None:
         if done[name] != "passed":
             os._exit(1)  # its peers would wait for this rank: let them fail too
         dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
 
 
@@ -80,7 +85,12 @@ def _results(script: str, world: int, fresh: bool, *flags: str) -> list[dict[str
         ended = run(*torchrun(world, HERE / script, *flags), cwd=Path(folder), fresh=fresh)
         files = [Path(folder, f"rank{rank}.json") for rank in range(world)]
         assert all(file.exists() for file in files), ended.stderr
-        return [json.loads(file.read_text()) for file in files]
+        results = [json.loads(file.read_text()) for file in files]
+        stacks = [f"\n{file.name}:\n{file.read_text()}" for file in Path(folder).glob("*.stack")]
+        for done, name in ((done, name) for done in results for name in done):
+            if done[name] != "passed":
+                done[name] += "".join(stacks)
+        return results
 
 
 def _names(namespace: dict[str, Any]) -> list[str]:

@@ -254,8 +254,11 @@ def test_a_sampler_of_the_callers_is_used_where_it_says_whose_samples_it_gives()
     batches = BatchSampler(mine, 2, drop_last=False)
     loader = train_loader(range(6), 2, rank=1, world_size=2, sampler=mine)
     assert loader.sampler is mine and [x.tolist() for x in loader] == [[1, 3], [5]]
-    loader = train_loader(range(6), 1, rank=1, world_size=2, batch_sampler=batches)
-    assert loader.batch_sampler is batches and [x.tolist() for x in loader] == [[1, 3], [5]]
+    for data in (range(6), DataLoader(range(6), 4)):
+        loader = train_loader(data, rank=1, world_size=2, batch_sampler=batches)
+        assert loader.batch_sampler is batches and [x.tolist() for x in loader] == [[1, 3], [5]]
+        with pytest.raises(ValueError, match="mutually exclusive with batch_size"):
+            train_loader(data, 3, rank=1, world_size=2, batch_sampler=batches)
     for name in ("sampler", "batch_sampler"):
         with pytest.raises(ValueError, match=f"the {name} must be for rank 0 of 2, .*\\(1, 2\\)"):
             own = {"sampler": mine, "batch_sampler": batches}[name]

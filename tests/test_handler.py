@@ -34,7 +34,7 @@ def measured(loss):
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
 @pytest.mark.parametrize(
-    "launch", [on_ranks(SCRIPT, 2, full=True), on_ranks(SCRIPT, 3, fresh=True)]
+    "launch", [on_ranks(SCRIPT, 2, fresh=True, full=True), on_ranks(SCRIPT, 3, fresh=True)]
 )
 def test_on_ranks(name, launch):
     check_passes(launch, name)

@@ -242,9 +242,7 @@ def _epochs_since_best(values: Sequence[float], min_delta: float, mode: str) -> 
     """Return how many epochs have passed since the best value; 0 if the last value is the best."""
     sign = 1 if mode == "min" else -1
     best, waited = math.inf, 0
-    for value in values:
-        if math.isnan(value):
-            continue
+    for value in (value for value in values if not math.isnan(value)):
         improved = sign * value < best - min_delta
         best, waited = (sign * value, 0) if improved else (best, waited + 1)
     return waited

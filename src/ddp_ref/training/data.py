@@ -58,6 +58,7 @@ def train_loader(
         ValueError: If the data or the sampler cannot be used as described.
     """
     rank, world_size = _shard(rank, world_size)
+    given = batch_size
     dataset, batch_size, loader = _unpack(data, batch_size, loader)
     in_random_order = shuffle is not False
     if isinstance(data, DataLoader):
@@ -77,7 +78,7 @@ def train_loader(
         check_count("batch_size", batch_size)
         dataset = SeededDataset(dataset, seed, loader.get("collate_fn"))
         loader["collate_fn"] = _already_collated
-    if own != "batch_sampler":
+    if own != "batch_sampler" or given is not None:  # DataLoader refuses both together
         loader["batch_size"] = batch_size
     return Loader(dataset, **loader)
 
@@ -245,10 +246,11 @@ class TrainBatches:
 
 def length_of(dataset: Any) -> int:
     """Return the length of `dataset`, or raise ValueError if it has none."""
-    if isinstance(dataset, Mapping):
+    first = dataset[0] if isinstance(dataset, list | tuple) and dataset else None
+    if isinstance(dataset, Mapping) or isinstance(first, Dataset | DataLoader):
         raise ValueError(
-            f"the data must be one data set, not a dict of {', '.join(map(str, dataset))}: pass "
-            "one here, and call evaluate or predict for the others in a Callback"
+            f"the data must be one data set, not a {type(dataset).__name__} of {len(dataset)}: "
+            "pass one here, and call evaluate or predict for the others in a Callback"
         )
     if (length := length_or_none(dataset)) is None:
         raise ValueError(f"a data set must have a length: add __len__ to {type(dataset).__name__}")
