@@ -246,7 +246,7 @@ class TrainBatches:
 
 def length_of(dataset: Any) -> int:
     """Return the length of `dataset`, or raise ValueError if it has none."""
-    first = dataset[0] if isinstance(dataset, list | tuple) and dataset else None
+    first = dataset[0] if type(dataset) in (list, tuple) and dataset else None
     if isinstance(dataset, Mapping) or isinstance(first, Dataset | DataLoader):
         raise ValueError(
             f"the data must be one data set, not a {type(dataset).__name__} of {len(dataset)}: "
