@@ -87,9 +87,9 @@ def _results(script: str, world: int, fresh: bool, *flags: str) -> list[dict[str
         assert all(file.exists() for file in files), ended.stderr
         results = [json.loads(file.read_text()) for file in files]
         stacks = [f"\n{file.name}:\n{file.read_text()}" for file in Path(folder).glob("*.stack")]
-        for done, name in ((done, name) for done in results for name in done):
-            if done[name] != "passed":
-                done[name] += "".join(stacks)
+        for done in results:
+            failed = [name for name, text in done.items() if text != "passed"]
+            done.update({name: done[name] + "".join(stacks) for name in failed})
         return results
 
 

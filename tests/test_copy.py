@@ -4,6 +4,7 @@ import ast
 import shutil
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from harness import ROOT, run, torchrun
@@ -25,6 +26,7 @@ TOP = {  # the modules beside the core
     "__init__": [*CORE, *FOLDERS, "handler"],
     "__main__": ["doctor"],
 }
+RELEASE_TOOLS = ["build", "check-wheel-contents", "twine"]
 SMOKE = """
 import sys
 import torch
@@ -182,19 +184,34 @@ def test_every_module_has_its_place():
     assert set(FOLDERS) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
-@pytest.mark.full  # pip loads hatchling to build it
+@pytest.mark.full  # pip loads the tools, and hatchling to build the package
 def test_what_pip_installs_is_the_package_alone(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(ROOT / "src", project / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "datautils.py"):
         shutil.copy(ROOT / name, project)
-    ended = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "./project", cwd=tmp_path)
-    assert ended.code == 0, ended.stderr
-    (wheel,) = tmp_path.glob("ddp_ref-*.whl")
+    tools = project / "tools" / "bin"
+    install = [tools / "pip", "install", "--quiet"]
+
+    def do(*command):
+        ended = run(*command, cwd=project, timeout=300)
+        assert ended.code == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    do(sys.executable, "-m", "venv", "tools")
+    do(*install, "--constraint", ROOT / "constraints.txt", *RELEASE_TOOLS)
+    do(tools / "python", "-m", "build")  # the sdist, and from it the wheel
+    (sdist,), (wheel,) = ((project / "dist").glob(name) for name in ("*.tar.gz", "*.whl"))
+    do(tools / "twine", "check", "--strict", sdist, wheel)
+    do(tools / "check-wheel-contents", wheel)
+    do(*install, "--no-deps", wheel)
     names = set(zipfile.ZipFile(wheel).namelist())
     files = {f"ddp_ref/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
     files |= {"ddp_ref/py.typed", "ddp_ref/__init__.pyi"}
     assert {name for name in names if ".dist-info/" not in name} == files
+    code = "import ddp_ref; print(ddp_ref.__file__, ddp_ref.__version__)"
+    place, version = do(tools / "python", "-c", code).split()
+    assert tools.parent in Path(place).parents and wheel.name.startswith(f"ddp_ref-{version}-")
 
 
 def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):

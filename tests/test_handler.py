@@ -226,6 +226,8 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
     with pytest.warns(UserWarning, match="trying the one before it"):
         handler.load(tmp_path)
     assert (handler.epoch, handler.step) == (1, 7) and len(handler.train_losses) == 1
+    handler.train(1)
+    assert caplog.messages[-1] == "nothing to train: 1 of 1 epochs have ended already"
     with pytest.raises(FileNotFoundError):
         handler.load(tmp_path / "none.pt")
     with pytest.raises(ValueError, match="with seed 0, not 5"):

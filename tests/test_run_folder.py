@@ -54,7 +54,7 @@ def test_a_folder_of_a_run_on_two_ranks_and_of_its_resumption(tmp_path):
     lines = log(folder)
     assert lines[0].endswith("starting from scratch")
     assert lines[1].startswith("epoch 1 | train_loss ") and "val_accuracy 0." in lines[1]
-    loaded = lines.index(f"{folder / 'step_000000006.pt'}: epoch 2, step 6")
+    loaded = lines.index(f"loaded {folder / 'step_000000006.pt'}: epoch 2, step 6")
     assert lines[loaded + 1].startswith("epoch 3 | ") and lines[-1].startswith("saved ")
 
 

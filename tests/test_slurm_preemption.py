@@ -53,7 +53,9 @@ def check_goes_on(job, folder, expected, saved=None, starts=2):
     """The job that starts again goes on in mid-training and ends at the weights of `expected`."""
     fields = job.wait_until("COMPLETED", "FAILED")
     assert (fields["ExitCode"], fields["Restarts"]) == ("0:0", str(starts - 1)), job.text()
-    found = re.findall(r"ddp_ref.handler: (no checkpoint|\S+\.pt: epoch \d+, step \d+)", job.text())
+    found = re.findall(
+        r"ddp_ref.handler: (no checkpoint|loaded \S+: epoch \d+, step \d+)", job.text()
+    )
     assert len(found) == starts and found[0] == "no checkpoint", found
     if saved is not None:
         assert found[-1].endswith(f"step {saved}"), (found, saved)

@@ -35,3 +35,5 @@ from .workers.executor import (
     parallelize_on_gpus as parallelize_on_gpus,
 )
 from .workers.run_ranks import run_ranks as run_ranks
+
+__version__: str

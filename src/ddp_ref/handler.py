@@ -341,7 +341,7 @@ class Handler:
         train_state.restore(self, *checkpoint[:2])
         if self.train_batches:
             self.train_batches.rewind()
-        self.log(f"{checkpoint[0]}: epoch {self.epoch}, step {self.step}")
+        self.log(f"loaded {checkpoint[0]}: epoch {self.epoch}, step {self.step}")
 
     def plot_losses(self, path: str | Path) -> None:
         """Plot the losses of each epoch on rank 0; the other ranks wait.

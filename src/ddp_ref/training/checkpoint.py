@@ -176,7 +176,7 @@ def weights(model: nn.Module) -> dict[str, Any]:
     state, tied = model.state_dict(), model.named_parameters(remove_duplicate=False)
     owners = {name: id(parameter) for name, parameter in tied}
     copies = move({owners.get(name, name): value for name, value in state.items()}, CPU)
-    return {_plain_name(name): copies[owners.get(name, name)] for name in state}
+    return {name.replace(COMPILED, ""): copies[owners.get(name, name)] for name in state}
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -186,8 +186,8 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         RuntimeError: If names or shapes differ, as in `load_state_dict`.
     """
     model = unwrap_model(model)
-    own = {_plain_name(name): name for name in model.state_dict()}
-    given = {_plain_name(name): value for name, value in state.items()}
+    own = {name.replace(COMPILED, ""): name for name in model.state_dict()}
+    given = {name.replace(COMPILED, ""): value for name, value in state.items()}
     if given.keys() != own.keys() and all(name.startswith(WRAPPED) for name in given):
         given = {name.removeprefix(WRAPPED): value for name, value in given.items()}
     model.load_state_dict({own.get(name, name): value for name, value in given.items()})
@@ -206,10 +206,6 @@ def check_finite(model: nn.Module) -> None:
         raise FloatingPointError(
             f"{name} is not finite: load an earlier checkpoint and lower the learning rate"
         )
-
-
-def _plain_name(name: str) -> str:
-    return name.replace(COMPILED, "")
 
 
 def _save(state: dict[str, Any], file: BinaryIO) -> None:

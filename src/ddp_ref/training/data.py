@@ -238,9 +238,8 @@ class TrainBatches:
         check_same(self.handler.info.distributed, items=items, batches=batches, **steps)
         if self._sampler and self._sampler.repeated:
             self.handler.log(
-                f"{self._sampler.size} samples on {self.handler.info.world_size} ranks: "
-                f"{self._sampler.repeated} of them are repeated in each epoch, so that all ranks "
-                "take the same number of steps"
+                f"each epoch repeats {self._sampler.repeated} of the {self._sampler.size} samples, "
+                "so that all ranks take the same number of steps"
             )
 
 

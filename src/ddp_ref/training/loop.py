@@ -29,6 +29,8 @@ class TrainLoop:
     def train(self, epochs: int) -> None:
         """Train until `epochs` epochs have ended in total."""
         self.stopping = False
+        if (past := self.state.epoch) >= epochs:
+            self.handler.log(f"nothing to train: {past} of {epochs} epochs have ended already")
         self.rank_sync.reset()
         with caught_signals(self.rank_sync.signals):
             self._call("on_train_start")
