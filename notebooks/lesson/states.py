@@ -62,9 +62,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole_vector(tensors: Iterable[Tensor]) -> Tensor:
-    """Return all elements in one vector; shards are gathered (collective)."""
+    """Return all elements in one vector on the CPU; shards are gathered (collective)."""
     full = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-    return torch.cat([tensor.detach().flatten() for tensor in full])
+    return torch.cat([tensor.detach().flatten() for tensor in full]).cpu()
 
 
 def draw_states(

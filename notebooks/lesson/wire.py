@@ -50,13 +50,13 @@ class Wire(TorchDispatchMode):
         return {name: ROUNDS[name] * size / model_bytes for name, size in self.size.items()}
 
 
-def gloo_operations(step: Callable[[], object]) -> Counter[str]:
-    """Call `step` and return which operations gloo itself ran, and how often."""
+def backend_operations(step: Callable[[], object]) -> Counter[str]:
+    """Call `step` and return which operations gloo or nccl itself ran, and how often."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
-    return Counter(e.name for e in profiler.events() if e.name.startswith("gloo:"))
+    return Counter(e.name for e in profiler.events() if e.name.startswith(("gloo:", "nccl:")))
 
 
 def draw_rounds(sent: dict[str, dict[str, float]]) -> Figure:
