@@ -47,6 +47,7 @@ IN_TORCH = {
     "Grad strides do not match bucket view strides": "lib/libtorch_cpu.so",
     "SyncBatchNorm layers only work with GPU modules": "nn/parallel/distributed.py",
     "Missing key(s) in state_dict": "nn/modules/module.py",
+    "Tried to step": "optim/lr_scheduler.py",
     "default_collate: batch must contain": "utils/data/_utils/collate.py",
     "Unexpected bus error encountered in worker": "lib/libtorch_python.so",
     "TORCH_FR_BUFFER_SIZE": "lib/libtorch_cpu.so",

@@ -33,7 +33,7 @@ set -u
 # NCCL carries the gradients of GPUs, gloo those of CPUs and, with ddp_ref, what on_rank says. Both
 # choose an interface by themselves; where a rank announces a wrong one, the others cannot reach it,
 # or wait until the timeout. NCCL takes the beginning of names, a whole one after "=", and excludes
-# with "^"; gloo takes one whole name, and "^lo" is an error to it.
+# with "^"; gloo takes whole names, separated by commas, and "^lo" is an error to it.
 if [ "$INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
 fi
