@@ -149,7 +149,7 @@ def test_every_message_is_in_the_docs_and_has_a_heading(message):
 
 def test_every_message_that_has_a_heading_is_checked():
     """A heading that quotes a message must be in one of the lists, or be produced by a fence."""
-    produced = {"did not arrive"}
+    produced = {"did not arrive", "popen_fork.py"}  # the second is one of Python's own files
     quoted = {text for heading in HEADINGS for text in re.findall(r"`([^`]+)`", heading)}
     known = {*IN_TORCH, *IN_CUDA_BUILDS, *OURS, *produced, "ddp_ref"}
     assert [text for text in quoted if not any(message in text for message in known)] == []
