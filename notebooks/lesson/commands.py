@@ -40,6 +40,11 @@ def shell(command: str, *, folder: Path | None = None, timeout: float = 120) -> 
     is printed. Past `timeout` seconds it is killed with all that it started: TimeoutError.
     """
     print(f"$ {command}", flush=True)
+    return run_unseen(command, folder=folder, timeout=timeout)
+
+
+def run_unseen(command: str, *, folder: Path | None = None, timeout: float = 120) -> str:
+    """Run `command` as `shell` does, but without printing it first."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         ["bash", "-c", command],

@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
+from .commands import run_unseen
 from .palette import RANKS, REFERENCE
 
 
@@ -22,6 +24,24 @@ class RankInfo:
 
 LINE = re.compile(r"rank (\d+) \| local rank (\d+) \| node (\d+) \| sees GPU ([\d,]+)")
 Rule = Callable[[RankInfo], int]  # returns the index of the device that a rank takes
+
+
+def two_node_shell(command: str, *, folder: Path, pipe_to: str) -> str:
+    """Run `command` twice at the same time, as if you typed it in a terminal on each of two nodes.
+
+    Args:
+        command: `$NODE` in it stands for the number of the node, 0 or 1.
+        folder: where it runs. Its stderr goes to agent0.log and agent1.log there.
+        pipe_to: the command that reads what both write to stdout, such as "sort".
+
+    Returns:
+        what `pipe_to` wrote, which is also printed.
+    """
+    commands = [command.replace("$NODE", str(node)) for node in range(2)]
+    for node, typed in enumerate(commands):
+        print(f"node {node} $ {typed}", flush=True)
+    started = " ".join(f"({typed}) 2> agent{node}.log &" for node, typed in enumerate(commands))
+    return run_unseen(f"({started} wait) | {pipe_to}", folder=folder)
 
 
 def parse_ranks(text: str) -> list[RankInfo]:
