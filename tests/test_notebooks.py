@@ -27,7 +27,7 @@ DIFFS = {
 }
 SCRIPTS = {"01": "single_gpu.py", "15": "char_gpt.py"}
 SCRIPTS |= {number: new for number, (_, new) in DIFFS.items()}
-ON_GPUS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13"]
+ON_GPUS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14"]
 CARD = ["The question", "Afterwards you can", "You need", "Time"]
 
 

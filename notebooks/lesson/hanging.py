@@ -27,7 +27,7 @@ class Hang(NamedTuple):
     """How a job ended, by rank: its events, and what `train` returned or the text of its error."""
 
     lanes: list[list[Event]]
-    said: list[Any]
+    outcomes: list[Any]
 
     @property
     def first(self) -> tuple[int, str]:
@@ -55,10 +55,10 @@ def watch(train: Train, wait: timedelta = WAIT) -> Hang:
         The events and the result or error of each rank.
     """
     ranks = run_ranks(_on_rank, train, wait, timeout=LIMIT)
-    hang = Hang([lanes for lanes, _ in ranks], [said for _, said in ranks])
+    hang = Hang([lanes for lanes, _ in ranks], [outcome for _, outcome in ranks])
     if any(events and events[-1].failed for events in hang.lanes):
         rank, place = hang.first
-        print(f"rank {rank} fails first, in {place}: {hang.said[rank]}")
+        print(f"rank {rank} fails first, in {place}: {hang.outcomes[rank]}")
     return hang
 
 

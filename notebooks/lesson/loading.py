@@ -10,6 +10,8 @@ import torch
 from matplotlib.figure import Figure
 from torch.utils.data import DataLoader, Dataset
 
+from ddp_ref import run_ranks
+
 from .palette import LOAD, REFERENCE
 
 KINDS = ("cheap", "computes", "waits")
@@ -45,6 +47,23 @@ def items_per_second(kind: str, num_workers: int) -> tuple[float, set[int]]:
         begin = time.perf_counter()
         items = torch.cat(list(loader))
     return len(items) / (time.perf_counter() - begin), set(items.tolist())
+
+
+def measure_loading(workers: Sequence[int]) -> tuple[dict[str, list[float]], list[int]]:
+    """Load every kind of item on two ranks, with each of these numbers of workers per rank.
+
+    Returns:
+        Rank 0's items per second, by kind and number of workers, and by number of workers how many
+        processes made the cheap items of both ranks.
+    """
+    ranks = run_ranks(_load_all, list(workers))
+    speeds = {kind: [speed for speed, _ in cases] for kind, cases in ranks[0].items()}
+    makers = [[pids for _, pids in cases["cheap"]] for cases in ranks]  # by rank and workers
+    return speeds, [len(one | other) for one, other in zip(*makers, strict=True)]
+
+
+def _load_all(workers: list[int]) -> dict[str, list[tuple[float, set[int]]]]:
+    return {kind: [items_per_second(kind, number) for number in workers] for kind in KINDS}
 
 
 def draw_loading(speeds: Mapping[str, Sequence[float]], workers: Sequence[int]) -> Figure:

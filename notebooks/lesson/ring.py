@@ -79,6 +79,22 @@ class SimulatedRanks:
         ]
 
 
+def ring_all_reduce(ranks: SimulatedRanks) -> None:
+    """Sum the vectors in a ring, as in chapter 00: reduce-scatter, then all-gather."""
+    n = ranks.world_size
+    for step in range(n - 1):  # reduce-scatter: chunk r starts at rank r
+        ranks.exchange([(r, (r + 1) % n, (r - step) % n) for r in range(n)], add=True)
+    for step in range(n - 1):  # all-gather: rank r has the complete sum of chunk r + 1
+        ranks.exchange([(r, (r + 1) % n, (r + 1 - step) % n) for r in range(n)], add=False)
+
+
+def through_rank_0(ranks: SimulatedRanks) -> None:
+    """Sum the vectors on rank 0, which then sends the sum to every other rank."""
+    others, chunks = range(1, ranks.world_size), range(ranks.world_size)
+    ranks.exchange([(rank, 0, chunk) for rank in others for chunk in chunks], add=True)
+    ranks.exchange([(0, rank, chunk) for rank in others for chunk in chunks], add=False)
+
+
 def replay(ranks: SimulatedRanks) -> list[Holdings]:
     """Return whose numbers each chunk held, at the start and after each step, from the log."""
     world = range(ranks.world_size)

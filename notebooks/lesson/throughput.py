@@ -1,13 +1,19 @@
 """Two ranks that train together, beside two processes that train each for itself."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
+from ddp_ref import run_ranks
+
+from .each import for_each
 from .palette import COMMUNICATE, COMPUTE
 
 
@@ -18,6 +24,41 @@ def time_steps(model: nn.Module, inputs: Tensor, steps: int) -> float:
         model.zero_grad()
         model(inputs).square().mean().backward()
     return time.perf_counter() - start
+
+
+# What makes the model, the shape of its inputs on each rank, and how many steps a round has.
+Case = tuple[Callable[[], nn.Module], tuple[int, ...], int]
+
+
+def throughput_ratios(cases: Mapping[str, Case]) -> dict[str, list[float]]:
+    """Return DDP's throughput relative to that of two independent processes.
+
+    Args:
+        cases: By name: a function that makes the model, the shape of the inputs, and the number of
+            steps in a round.
+
+    Returns:
+        By name, the ratio in each of twelve rounds on rank 0.
+    """
+    results = run_ranks(for_each, _time_rounds, *cases.values())[0]
+    return {
+        name: [independent / ddp for independent, ddp in rounds]
+        for name, rounds in zip(cases, results, strict=True)
+    }
+
+
+def _time_rounds(case: Case) -> list[list[float]]:
+    """Return the seconds of some steps, round by round: (independent processes, DDP)."""
+    make_model, shape, steps = case
+    models = make_model(), DDP(make_model())
+    inputs = torch.randn(shape)
+    rounds: list[list[float]] = []
+    for _ in range(13):
+        rounds.append([])
+        for model in models:
+            dist.barrier()  # in both cases, both ranks compute at the same time
+            rounds[-1].append(time_steps(model, inputs, steps))
+    return rounds[1:]  # in the first, DDP arranges its buckets
 
 
 def draw_throughput(kept: Mapping[str, Sequence[float]]) -> Figure:

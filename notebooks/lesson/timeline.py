@@ -1,6 +1,8 @@
 """What a rank computes and what it sends during a step, in time, as torch.profiler saw it."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -83,18 +85,26 @@ def _draw_rank(axes: Axes, y: float, spans: dict[str, Spans]) -> None:
         axes.broken_barh([(start, end - start)], (low, 0.4), **STYLES["all-reduce"])
 
 
-def draw_trace(events: Iterable[Mapping[str, Any]], main_thread: int) -> Figure:
-    """Draw the events of a trace file as Perfetto does, a row a thread, the main thread first.
+def read_trace(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return a trace file's forward, backward and all-reduces, and the id of the main thread.
 
-    Only forward, backward and the all-reduces are drawn, not the small operations in them.
+    The small operations in them are left out. Each span has its kind under "kind".
     """
-    spans = [event for event in events if event["ph"] == "X" and kind_of(event["name"])]
+    events = json.loads(file.read_text())["traceEvents"]
+    bars = [event for event in events if event["ph"] == "X"]  # the others have no duration
+    spans = [bar | {"kind": kind} for bar in bars if (kind := kind_of(bar["name"]))]
+    return spans, next(span["tid"] for span in spans if span["kind"] == "backward")
+
+
+def draw_trace(spans: Iterable[Mapping[str, Any]], main_thread: int) -> Figure:
+    """Draw the spans of a trace file as Perfetto does, a row a thread, the main thread first."""
+    spans = list(spans)
     zero = min(event["ts"] for event in spans)
     threads = sorted({event["tid"] for event in spans}, key=lambda tid: (tid != main_thread, tid))
     figure, axes = plt.subplots(figsize=(8, 0.6 * len(threads) + 1.2), layout="constrained")
     for kind, style in STYLES.items():  # backward over forward, which it never overlaps
         for row, thread in enumerate(threads):
-            mine = [e for e in spans if e["tid"] == thread and kind_of(e["name"]) == kind]
+            mine = [e for e in spans if e["tid"] == thread and e["kind"] == kind]
             bars = [((e["ts"] - zero) / 1000, e["dur"] / 1000) for e in mine]
             axes.broken_barh(bars, (row - 0.35, 0.7), **style)
     names = ["python" if thread == main_thread else "pt_gloo_runloop" for thread in threads]

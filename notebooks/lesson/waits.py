@@ -8,19 +8,21 @@ from matplotlib.figure import Figure
 
 from .palette import COMMUNICATE, WAIT
 
-Times = Sequence[Sequence[float]]  # by rank and step, seconds of the clock that the ranks share
 
-
-def split_waits(arrived: Times, left: Times) -> list[tuple[float, float]]:
+def split_waits(
+    ranks: Sequence[Sequence[tuple[Sequence[float], Sequence[float]]]], case: int
+) -> list[tuple[float, float]]:
     """Return of each rank the median wait for the last rank, and the median time after that.
 
     Args:
-        arrived: When each rank called the all-reduce, by rank and step.
-        left: When each rank had its result, by rank and step.
+        ranks: By rank and case, two lists with a time for each step, on the clock that the ranks
+            share: when the rank called the all-reduce, and when it had the result.
+        case: Which case to look at.
 
     Returns:
         By rank: seconds before the last rank came, seconds from then on.
     """
+    arrived, left = zip(*(cases[case] for cases in ranks), strict=True)
     last = [max(step) for step in zip(*arrived, strict=True)]
     return [
         (
