@@ -38,8 +38,8 @@
     "4 nodes at 25 Gb/s": { ...EXAMPLE, between: 25 },
     "8 GPUs with NVLink": { ...EXAMPLE, nodes: 1 },
     "this laptop": {
-      ...EXAMPLE, parameters: 6.3, precision: "fp32", optimizer: "SGD", gpus: 2, nodes: 1,
-      within: 2.6, latency: 180, forward: 11, backward: 17, bucket: 4,
+      ...EXAMPLE, parameters: 1.57, precision: "fp32", optimizer: "SGD", gpus: 2, nodes: 1,
+      within: 3.3, latency: 160, forward: 3, backward: 4.2,
     },
   };
   const OWN = "your own numbers";
@@ -188,7 +188,7 @@
   const preset = make("select", { id: "plan-preset", name: "preset" });
   preset.append(...[...Object.keys(PRESETS), OWN].map((name) => make("option", {}, name)));
   const labelled = (label, input) =>
-    make("label", { for: input.id }, make("span", {}, label), input);
+    make("div", {}, make("label", { for: input.id }, label), input);
   const form = make("form", { "aria-label": "Your run" }, labelled("Start from", preset));
   for (const [name, [label, kind]] of Object.entries(FIELDS)) {
     const attributes = { id: `plan-${name}`, name };
