@@ -39,7 +39,7 @@
     "8 GPUs with NVLink": { ...EXAMPLE, nodes: 1 },
     "this laptop": {
       ...EXAMPLE, parameters: 1.57, precision: "fp32", optimizer: "SGD", gpus: 2, nodes: 1,
-      within: 3.3, latency: 160, forward: 3, backward: 4.2,
+      within: 4, latency: 110, forward: 2.8, backward: 4,
     },
   };
   const OWN = "your own numbers";
@@ -62,7 +62,7 @@
     const [size, unit] = units.find(([size]) => value >= size) ?? units.at(-1);
     return `${show(value / size)} ${unit}`;
   };
-  const time = (value) => withUnit(value, [10, "s"], [1e-3, "ms"], [1e-6, "µs"]);
+  const time = (value) => withUnit(value, [1, "s"], [1e-3, "ms"], [1e-6, "µs"]);
   const bytes = (value) => withUnit(value, [1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]);
 
   const inputs = {};
@@ -106,8 +106,9 @@
         `${show(ranks * step.efficiency)} GPUs that never wait`],
       step: ["Time of a step", time(step.seconds)],
       exposed: ["Exposed all-reduce", time(step.exposed)],
-      reduce: ["All-reduce", `${time(step.all_reduce)}, ${show(step.buckets)} buckets with ` +
-        `${bytes(payload / step.buckets)} each`],
+      reduce: ["All-reduce", `${time(step.all_reduce)}, ` + (step.buckets === 1
+        ? `1 bucket with ${bytes(payload)}`
+        : `${step.buckets.toLocaleString("en-US")} buckets with ${bytes(payload / step.buckets)} each`)],
       ring: ["Bandwidth of the ring", `${bytes(bandwidth)}/s: the link ${link}`],
       even: ["Break-even bandwidth", `${bytes(breakEven)}/s, which is ` +
         `${show((breakEven * 8) / 1e9)} Gb/s`],
@@ -144,7 +145,7 @@
       bar("bucket", forward + from, forward + stop, 70, COLORS.communicate);
     }
     const x = at(end);
-    picture.append(make("svg:line", { x1: x, x2: x, y1: 14, y2: 104 }));
+    picture.append(make("svg:path", { d: `M${x} 16V48M${x} 68V104` }));
     text(0, 130, "start", "0");
     text(width, 130, "end", time(step.seconds));
     const anchor = x > width / 2 ? "end" : "start";
