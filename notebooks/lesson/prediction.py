@@ -15,7 +15,7 @@ from .cost_model import fit_link
 SIZES = [2**k for k in range(10, 26)]  # bytes, as in chapter 09
 
 
-def time_all_reduces(sizes: Sequence[int]) -> dict[int, float]:
+def time_all_reduces(sizes: Sequence[int]) -> dict[float, float]:
     """Return the seconds of the fastest of 25 all-reduces of each size (collective)."""
     payloads, seconds = [torch.zeros(size // 4) for size in sizes], []
     for payload in 25 * payloads:  # all sizes in turn, 25 times
