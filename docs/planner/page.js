@@ -170,7 +170,7 @@
         make("td", {}, bytes(total), stack, make("small", {}, `${parts} = ${show(all)}`)),
         make("td", {}, bytes(sent)));
     });
-    const head = ["Strategy", "Memory per GPU", "Sent per rank and step"];
+    const head = ["Strategy", "Memory per GPU", "Sent per step"];
     const cells = head.map((label) => make("th", { scope: "col" }, label));
     const legend = MEMORY.filter((kind) => kind !== "activations" || v.activations > 0)
       .map((kind) => make("span", {}, make("i", { style: `background:${COLORS[kind]}` }), kind));
@@ -181,7 +181,7 @@
       make("table", {}, make("thead", {}, make("tr", {}, ...cells)), make("tbody", {}, ...rows)),
       make("p", { class: "legend" }, ...legend),
       make("p", {}, "The small numbers are bytes per parameter: weights + gradients + DDP's " +
-        `buckets + optimizer state. ${note}`),
+        `buckets + optimizer state. ${note} Each rank sends the bytes on the right.`),
     ];
   }
 
