@@ -26,7 +26,7 @@ default_role = "code"  # docstrings quote names with single backticks
 
 html_theme = "furo"
 html_favicon = "favicon.svg"
-html_static_path, html_css_files = ["site.css"], ["site.css"]
+html_static_path, html_css_files = ["site.css", "planner"], ["site.css"]  # planner: of plan.md
 html_extra_path = ["index.html"]  # leads to README.html
 html_search_scorer = str(Path(__file__).with_name("scorer.js"))  # error messages first
 copybutton_prompt_text = "$ "
@@ -57,6 +57,7 @@ docs/slurm
 
 docs/cheat-sheet
 docs/glossary
+docs/plan
 docs/gpu
 tests/fakegpu/README
 docs/troubleshooting

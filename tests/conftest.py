@@ -1,11 +1,16 @@
 """No test may leak: the environment, the process group and the children are checked after each."""
 
 import os
+import shutil
 import signal
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import psutil
 import pytest
 import torch.distributed as dist
+from harness import ROOT, run
 from hypothesis import settings
 from slurm_cluster import Cluster
 
@@ -29,6 +34,41 @@ def cluster():
     """Return a Slurm cluster that is up; each of pytest's workers has its own."""
     with Cluster() as up:
         yield up
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Say nothing of what was asked for."""
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """Build the site, warnings being errors, and serve it: its pages, its address, its folder."""
+    folder = tmp_path_factory.mktemp("site")
+    built = run("make", "-C", ROOT, "docs", f"SITE={folder / 'html'}", cwd=folder)
+    assert built.code == 0, built.stderr
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "html"))
+    Thread(target=server.serve_forever, daemon=True).start()
+    pages = [page.relative_to(folder / "html") for page in (folder / "html").rglob("*.html")]
+    yield (
+        sorted(str(page) for page in pages if page.name != "index.html"),
+        f"http://127.0.0.1:{server.server_port}",
+        folder / "html",
+    )
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def browser():
+    """Start a headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        path = shutil.which("chromium") or shutil.which("google-chrome")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(autouse=True)

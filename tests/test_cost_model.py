@@ -3,17 +3,26 @@
 import pytest
 import torch
 from lesson.cost_model import (
+    PRECISIONS,
+    STRATEGIES,
     Link,
     all_reduce_seconds,
     backward_seconds,
     break_even_bandwidth,
+    bucket_count,
+    bucket_span,
+    bucketed_all_reduce_seconds,
     bus_bandwidth,
+    bytes_per_parameter,
     bytes_per_second,
     bytes_sent,
     exposed_seconds,
     fit_link,
     gradient_bytes,
+    predict_step,
+    ring_bandwidth,
     ring_steps,
+    strategy_bytes_sent,
 )
 from lesson.ring import SimulatedRanks
 
@@ -64,11 +73,18 @@ def test_backward_takes_four_operations_for_each_parameter_and_sample():
 
 def simulate(all_reduce, backward, buckets):
     """Send buckets one after another, each as soon as it is ready; return what comes too late."""
-    free = 0.0  # when the network is
+    return spans(all_reduce, backward, buckets)[-1][2] - backward
+
+
+def spans(all_reduce, backward, buckets):
+    """Return for each bucket when it is ready, and when its all-reduce starts and ends."""
+    free, found = 0.0, []  # when the network is
     for number in range(1, buckets + 1):
         ready = backward * number / buckets
-        free = max(free, ready) + all_reduce / buckets
-    return free - backward
+        start = max(free, ready)
+        free = start + all_reduce / buckets
+        found.append((ready, start, free))
+    return found
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 6, 25])
@@ -98,3 +114,59 @@ def test_a_fitted_latency_is_never_negative():
     found = fit_link({1e6: 1e-4, 1e8: 1.0}, world_size=2)
     assert found.latency == 0
     assert found.bandwidth > 0
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 6, 25])
+@pytest.mark.parametrize("all_reduce", [0.1, 0.99, 1.0, 1.5, 7.0])
+def test_bucket_span_is_what_a_simulation_gives(all_reduce, buckets):
+    for number, span in enumerate(spans(all_reduce, 1.0, buckets), 1):
+        assert bucket_span(number, all_reduce, 1.0, buckets) == pytest.approx(span)
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link():
+    assert ring_bandwidth(8, 1, within=450, between=3) == 450  # one node: no network
+    assert ring_bandwidth(1, 8, within=2, between=3) == 3  # one GPU a node: nothing within
+    assert ring_bandwidth(8, 4, within=450, between=3) == 3
+    assert ring_bandwidth(8, 4, within=2, between=3) == 2
+
+
+def test_each_bucket_pays_the_latency():
+    assert [bucket_count(n, 25) for n in (0, 1, 25, 26, 50, 51)] == [1, 1, 1, 2, 2, 3]
+    one = bucketed_all_reduce_seconds(1e6, 1, 4, bandwidth=1e9, latency=0.25)
+    assert one == all_reduce_seconds(1e6, 4, bandwidth=1e9, latency=0.25)
+    six = bucketed_all_reduce_seconds(1e6, 6, 4, bandwidth=1e9, latency=0.25)
+    assert six == pytest.approx(one + 5 * 0.25)
+
+
+def test_a_step_of_the_worked_example():
+    """16 buckets on 8 ranks at 25 gigabits a second: backward hides 15 of its 16 milliseconds."""
+    step = predict_step(0.008, 0.016, 400e6, 25e6, 8, bytes_per_second(25))
+    assert step.buckets == 16
+    assert step.all_reduce == pytest.approx(0.224)
+    assert step.exposed == pytest.approx(0.224 - 0.015)
+    assert step.seconds == pytest.approx(0.008 + 0.016 + 0.209)
+    assert step.efficiency == pytest.approx(0.024 / 0.233)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 64])
+def test_memory_is_what_chapter_16_measures(ranks):
+    """In fp32 with Adam: 20, 16, 8 + 8 / n, 4 + 12 / n and 16 / n bytes per parameter."""
+    sums = [sum(bytes_per_parameter(name, ranks).values()) for name in STRATEGIES]
+    assert sums == pytest.approx([20, 16, 8 + 8 / ranks, 4 + 12 / ranks, 16 / ranks])
+    sgd = bytes_per_parameter("ZeRO-2", ranks, number=2, state=0)
+    assert sgd == {"weights": 2, "gradients": 2 / ranks, "buckets": 0, "optimizer": 0}
+
+
+def test_traffic_is_what_chapter_16_counts():
+    """In units of (n - 1) / n of the model's bytes."""
+    unit = 3 / 4 * 4 * 100
+
+    def units(precision):
+        sent = [strategy_bytes_sent(name, 100, 4, PRECISIONS[precision]) for name in STRATEGIES]
+        return [n / unit for n in sent]
+
+    assert units("fp32") == [2, 2, 3, 2, 3]
+    assert units("bf16 autocast") == [2, 2, 3, 2, 2]
+    assert units("bf16 autocast, reduce in bf16") == [1, 1, 2, 1.5, 1.5]
+    assert units("all bf16") == [1, 1, 1.5, 1, 1.5]
+    assert strategy_bytes_sent("DDP", 100, 4, PRECISIONS["fp32"]) == bytes_sent(400, 4)

@@ -1,16 +1,11 @@
 """The site in a real browser: no error on the console, no missing image, nothing too wide."""
 
 import re
-import shutil
-from functools import partial
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from urllib.parse import quote, unquote, urlsplit
 
 import pytest
-from harness import ROOT, run
-from playwright.sync_api import sync_playwright
+from harness import ROOT
 
 import ddp_ref
 
@@ -50,38 +45,6 @@ MESSAGES = {  # what a reader pastes, and the heading that is to come first: Non
     "unrecognized arguments: --local-rank": "unrecognized-arguments-local-rank",
 }
 SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}  # pixels of a laptop and of a telephone
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        """Say nothing of what was asked for."""
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Build the site, warnings being errors, and serve it: its pages, its address, its folder."""
-    folder = tmp_path_factory.mktemp("site")
-    built = run("make", "-C", ROOT, "docs", f"SITE={folder / 'html'}", cwd=folder)
-    assert built.code == 0, built.stderr
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "html"))
-    Thread(target=server.serve_forever, daemon=True).start()
-    pages = [page.relative_to(folder / "html") for page in (folder / "html").rglob("*.html")]
-    yield (
-        sorted(str(page) for page in pages if page.name != "index.html"),
-        f"http://127.0.0.1:{server.server_port}",
-        folder / "html",
-    )
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def browser():
-    with sync_playwright() as playwright:
-        found = shutil.which("chromium") or shutil.which("google-chrome")
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def test_all_notebooks_and_pages_are_there(site):

@@ -1,4 +1,6 @@
-"""What an all-reduce costs, and what of it hides behind backward: plain arithmetic, no torch.
+"""What a step costs in bytes, seconds and memory: plain arithmetic, no torch.
+
+`docs/planner/model.js` has the same formulas under the same names, for the page "Plan a run".
 
 Units everywhere: bytes, seconds, bytes a second, and operations (multiplications and additions).
 A network's speed in gigabits goes through `bytes_per_second` first: 8 bits are a byte.
@@ -13,8 +15,17 @@ Sources of the formulas:
     VLDB 2020, https://arxiv.org/abs/2006.15704
 [flops] Kaplan et al., "Scaling Laws for Neural Language Models", section 2.1,
     https://arxiv.org/abs/2001.08361
+[zero] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+    SC 2020, https://arxiv.org/abs/1910.02054
+[fsdp] `fully_shard`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+[hooks] `bf16_compress_hook`, https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+[h100] NVLink 4: 900 GB/s in both directions together, so 450 GB/s in one,
+    https://www.nvidia.com/en-us/data-center/h100/
+[cx7] A network card with 400 Gb/s,
+    https://docs.nvidia.com/networking/display/ConnectX7VPI/Introduction
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -27,6 +38,44 @@ class Link(NamedTuple):
 
     latency: float
     bandwidth: float
+
+
+class Precision(NamedTuple):
+    """How many bytes a number has.
+
+    weights: in memory; the gradients and the optimizer's state have the weights' type.
+    gathered: when FSDP2 gathers the weights. reduced: when the gradients are averaged.
+    """
+
+    weights: int
+    gathered: int
+    reduced: int
+
+
+class Step(NamedTuple):
+    """What `predict_step` predicts for a step of DDP.
+
+    buckets: how many. all_reduce: seconds of all buckets together. exposed: the seconds of them
+    after backward. seconds: the whole step. efficiency: the share of the step that computes.
+    """
+
+    buckets: int
+    all_reduce: float
+    exposed: float
+    seconds: float
+    efficiency: float
+
+
+# Autocast keeps weights and gradients in fp32. FSDP2 has MixedPrecisionPolicy instead, which
+# also gathers in bf16 [fsdp]. The hook of DDP [hooks], or FSDP2's reduce_dtype, averages in bf16.
+PRECISIONS = {
+    "fp32": Precision(4, 4, 4),
+    "bf16 autocast": Precision(4, 2, 4),
+    "bf16 autocast, reduce in bf16": Precision(4, 2, 2),
+    "all bf16": Precision(2, 2, 2),
+}
+OPTIMIZERS = {"SGD": 0, "momentum": 1, "Adam": 2}  # numbers of state for each parameter
+STRATEGIES = ("DDP", "DDP, bucket view", "ZeRO-1", "ZeRO-2", "FSDP2")
 
 
 def bytes_per_second(gigabits: float) -> float:
@@ -121,6 +170,170 @@ def break_even_bandwidth(payload: float, world_size: int, backward: float) -> fl
     With anything slower it cannot hide, however many buckets there are.
     """
     return bytes_sent(payload, world_size) / backward
+
+
+def ring_bandwidth(gpus_per_node: int, nodes: int, within: float, between: float) -> float:
+    """Return the bandwidth of a ring over all GPUs, bytes a second: that of its slowest link.
+
+    All ranks send at the same pace, so a ring over several nodes runs at the speed of the network,
+    however fast the GPUs of a node are connected. NCCL's trees and rings over several network
+    cards do better or worse; this is the simplest model.
+
+    Args:
+        gpus_per_node: Ranks on each node.
+        nodes: How many.
+        within: Bytes a second out of a GPU, to another GPU of its node.
+        between: Bytes a second out of a node, in one direction, all its network cards together.
+
+    Returns:
+        Bytes a second.
+    """
+    if nodes == 1:
+        return within
+    return between if gpus_per_node == 1 else min(within, between)
+
+
+def bucket_count(payload: float, bucket_bytes: float) -> int:
+    """Return how many buckets DDP makes of `payload` bytes.
+
+    A bucket holds whole parameters, and DDP's first bucket is smaller [ddp]. This leaves both out.
+    """
+    return max(1, math.ceil(payload / bucket_bytes))
+
+
+def bucketed_all_reduce_seconds(
+    payload: float, buckets: int, world_size: int, bandwidth: float, latency: float = 0.0
+) -> float:
+    """Return the time of the all-reduces of all buckets: each pays the latency.
+
+    Args:
+        payload: Bytes of all buckets, on each rank.
+        buckets: How many equal buckets share the payload.
+        world_size: Ranks.
+        bandwidth: Bytes a second out of each rank, in one direction.
+        latency: Seconds that an all-reduce of nothing takes.
+
+    Returns:
+        Seconds.
+    """
+    return buckets * all_reduce_seconds(payload / buckets, world_size, bandwidth, latency)
+
+
+def bucket_span(
+    number: int, all_reduce: float, backward: float, buckets: int
+) -> tuple[float, float, float]:
+    """Return when a bucket is ready, and when its all-reduce starts and ends.
+
+    The model is that of `exposed_seconds`; its buckets follow each other without a gap, unless
+    the network has to wait for backward.
+
+    Args:
+        number: Of the bucket, from 1 to `buckets`, in the order in which backward fills them.
+        all_reduce: Seconds of all buckets together.
+        backward: Seconds of backward alone.
+        buckets: How many.
+
+    Returns:
+        Seconds since the begin of backward: ready, start, end.
+    """
+    one, first = all_reduce / buckets, backward / buckets
+    ready = number * first
+    start = max(ready, first + (number - 1) * one)
+    return ready, start, start + one
+
+
+def efficiency(compute: float, exposed: float) -> float:
+    """Return the share of a step that computes: 1 if all communication is hidden.
+
+    n ranks train n x efficiency times as many samples a second as one rank, each rank with the
+    same batch size.
+    """
+    return compute / (compute + exposed)
+
+
+def predict_step(
+    forward: float,
+    backward: float,
+    payload: float,
+    bucket_bytes: float,
+    world_size: int,
+    bandwidth: float,
+    latency: float = 0.0,
+) -> Step:
+    """Return the prediction for a step of DDP.
+
+    Args:
+        forward: Seconds of all that no communication overlaps: forward and the optimizer's step.
+        backward: Seconds of backward alone.
+        payload: Bytes of gradients on each rank.
+        bucket_bytes: The size of DDP's buckets.
+        world_size: Ranks.
+        bandwidth: Bytes a second out of each rank, in one direction.
+        latency: Seconds that an all-reduce of nothing takes.
+
+    Returns:
+        The step.
+    """
+    buckets = bucket_count(payload, bucket_bytes)
+    all_reduce = bucketed_all_reduce_seconds(payload, buckets, world_size, bandwidth, latency)
+    exposed = exposed_seconds(all_reduce, backward, buckets)
+    compute = forward + backward
+    return Step(buckets, all_reduce, exposed, compute + exposed, efficiency(compute, exposed))
+
+
+def bytes_per_parameter(
+    strategy: str, world_size: int, number: int = 4, state: int = 2
+) -> dict[str, float]:
+    """Return what a rank holds between two steps, in bytes per parameter [zero], by kind.
+
+    Chapter 16 measures it. Not in it: activations, and what lives only during a step, such as
+    the block that FSDP2 has gathered.
+
+    Args:
+        strategy: One of STRATEGIES. The DDP below ZeRO-1 has the bucket view; without it, DDP's
+            buckets are a second copy of the gradients.
+        world_size: Ranks.
+        number: Bytes of a weight; gradients and optimizer state have the same type.
+        state: Numbers that the optimizer keeps for each parameter, such as 2 for Adam.
+
+    Returns:
+        Bytes per parameter of "weights", "gradients", "buckets" and "optimizer".
+    """
+    sharded = STRATEGIES.index(strategy) - 1  # how many of the kinds below, from the right
+    whole = {"weights": number, "gradients": number, "buckets": 0, "optimizer": number * state}
+    if strategy == "DDP":
+        whole["buckets"] = number
+    divided = ("optimizer", "gradients", "weights")[: max(0, sharded)]
+    return {kind: n / world_size if kind in divided else n for kind, n in whole.items()}
+
+
+def strategy_bytes_sent(
+    strategy: str, parameters: float, world_size: int, precision: Precision
+) -> float:
+    """Return the bytes that each rank sends in a step, on a ring.
+
+    A reduce-scatter or an all-gather sends (n - 1) / n of what it reduces or gathers, and an
+    all-reduce is one of each. DDP all-reduces the gradients. PyTorch's ZeroRedundancyOptimizer
+    (ZeRO-1) broadcasts the weights as well, which is the same on average as gathering them.
+    ZeRO-2 reduce-scatters the gradients and gathers the weights [zero]. FSDP2 gathers the weights
+    twice, for forward and for backward, and reduce-scatters the gradients [fsdp].
+
+    Args:
+        strategy: One of STRATEGIES.
+        parameters: How many.
+        world_size: Ranks.
+        precision: How many bytes the gathered weights and the reduced gradients have.
+
+    Returns:
+        Bytes.
+    """
+    weights, gathered, reduced = precision
+    per_parameter = {
+        "ZeRO-1": 2 * reduced + weights,
+        "ZeRO-2": reduced + weights,
+        "FSDP2": 2 * gathered + reduced,
+    }.get(strategy, 2 * reduced)
+    return (world_size - 1) / world_size * per_parameter * parameters
 
 
 def fit_link(seconds: Mapping[float, float], world_size: int) -> Link:
