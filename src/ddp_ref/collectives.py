@@ -255,11 +255,11 @@ def move_tensor(own: Any, spec: Any, src: int, to_all: bool = False) -> Tensor |
     Only the ranks that send or receive have to call. `spec` is the tensor's shape and dtype, or
     None if there is none. `own` is the tensor, contiguous, on rank `src`, and unused elsewhere.
     """
-    sends, receives = _rank() == src, to_all or _rank() == 0
-    if spec is None or not (sends or receives):
+    sends, gets = _rank() == src, to_all or _rank() == 0
+    if spec is None or not (sends or gets):
         return None
-    # A rank that also receives its own tensor gets a copy of it.
-    whole = own.to("cpu", copy=receives) if sends else torch.empty(spec[0], dtype=spec[1])
+    # A rank that also gets its own tensor gets a copy of it.
+    whole = own.to("cpu", copy=gets) if sends else torch.empty(spec[0], dtype=spec[1], device="cpu")
     # Not every backend sends every dtype, but all of them send bytes. A tensor of one element is
     # contiguous whatever its stride says, so the stride is set here.
     if whole.numel() and _world_size() > 1 and (to_all or src > 0):
@@ -268,7 +268,7 @@ def move_tensor(own: Any, spec: Any, src: int, to_all: bool = False) -> Tensor |
             dist.broadcast(flat, src, group)
         else:
             dist.send(flat, 0, group) if sends else dist.recv(flat, src, group)
-    return whole if receives else None
+    return whole if gets else None
 
 
 def _world_size() -> int:
