@@ -249,9 +249,11 @@ def check_loaders_that_cannot_be_sharded_are_refused():
     with pytest.raises(ValueError, match="call set_val_loader first"):
         handler.validate()
     for set_loader in (handler.set_train_loader, handler.set_val_loader):
-        with pytest.raises(ValueError, match="must be one data set, not a dict of 2: pass one"):
+        with pytest.raises(ValueError, match="must be one data set, not a dict of a, b: pass one"):
             set_loader({"a": data, "b": data}, 2)
-        with pytest.raises(ValueError, match="must be one data set, not a list of 1: pass one"):
+        with pytest.raises(ValueError, match="must be one data set, not a dict of a: pass one"):
+            set_loader({"a": data})
+        with pytest.raises(ValueError, match="one data set, not a list of DataLoader: pass one"):
             set_loader([DataLoader(data, 2)], 2)
     with pytest.raises(ValueError, match="steps_per_epoch is for an IterableDataset"):
         handler.set_train_loader(data, 2, steps_per_epoch=3)

@@ -54,7 +54,7 @@ def check_goes_on(job, folder, expected, saved=None, starts=2):
     fields = job.wait_until("COMPLETED", "FAILED")
     assert (fields["ExitCode"], fields["Restarts"]) == ("0:0", str(starts - 1)), job.text()
     found = re.findall(
-        r"ddp_ref.handler: (no checkpoint|loaded \S+: epoch \d+, step \d+)", job.text()
+        r"ddp_ref.handler: (no checkpoint|loaded \S+\.pt: epoch \d+, step \d+)", job.text()
     )
     assert len(found) == starts and found[0] == "no checkpoint", found
     if saved is not None:

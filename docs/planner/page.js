@@ -8,7 +8,7 @@
     activations: "#AA4499",
   };
   const MEMORY = ["weights", "gradients", "buckets", "optimizer", "activations"];
-  const NUMBER = { type: "number", step: "any", required: "" };
+  const OPTIONAL = { type: "number", step: "any" }, NUMBER = { ...OPTIONAL, required: "" };
 
   /** The inputs by their name in the address: the label, and the attributes or the choices. */
   const FIELDS = {
@@ -23,9 +23,8 @@
     forward: ["Forward and optimizer step (ms)", { ...NUMBER, min: 0, max: 1e7 }],
     backward: ["Backward (ms)", { ...NUMBER, min: 0.001, max: 1e7 }],
     bucket: ["Bucket size (MiB)", { ...NUMBER, min: 0.001, max: 1e6 }],
-    activations: ["Activations per GPU (GB), if you know them", { ...NUMBER, min: 0, max: 1e6 }],
+    activations: ["Activations per GPU (GB), if you know them", { ...OPTIONAL, min: 0, max: 1e6 }],
   };
-  delete FIELDS.activations[1].required;
 
   /** 100 million parameters and 16,384 tokens per rank: the worked example of chapter 09. */
   const EXAMPLE = {

@@ -210,8 +210,7 @@ class TrainBatches:
 
     def steps_left(self, samples_seen: int) -> int | None:
         """Return how many steps of the epoch are left; None if the data has no length."""
-        accumulate = self.handler.accumulate
-        steps = self.steps_per_epoch
+        accumulate, steps = self.handler.accumulate, self.steps_per_epoch
         # With a TrainSampler, a loader's length is the number of batches after its start.
         batches = length_or_none(self.loader) if steps is None else steps * accumulate
         if batches is None:
@@ -247,9 +246,10 @@ def length_of(dataset: Any) -> int:
     """Return the length of `dataset`, or raise ValueError if it has none."""
     first = dataset[0] if type(dataset) in (list, tuple) and dataset else None
     if isinstance(dataset, Mapping) or isinstance(first, Dataset | DataLoader):
+        parts = ", ".join(map(str, dataset)) if first is None else type(first).__name__
         raise ValueError(
-            f"the data must be one data set, not a {type(dataset).__name__} of {len(dataset)}: "
-            "pass one here, and call evaluate or predict for the others in a Callback"
+            f"the data must be one data set, not a {type(dataset).__name__} of {parts}: pass "
+            "one here, and call evaluate or predict for the others in a Callback"
         )
     if (length := length_or_none(dataset)) is None:
         raise ValueError(f"a data set must have a length: add __len__ to {type(dataset).__name__}")
