@@ -416,6 +416,24 @@ def check_objects_arrive_in_order():
         assert nothing == [None] * world
 
 
+def check_objects_travel_on_the_cpu_whatever_the_default_device_is():
+    me, own = dist.get_rank(), torch.ones(3)
+    with torch.device("meta"):  # without data: what is made there and sent is an error
+        assert broadcast_object({"from": me})["from"] == 0
+        assert gather_objects(me, to_all=True) == list(range(dist.get_world_size()))
+        parts = gather_tensors(own, to_all=True)
+    assert all(torch.equal(part, own) for part in parts)
+
+
+def check_objects_may_hold_tensors_that_torch_cannot_pickle():
+    me = dist.get_rank()
+    for dtype in (torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.complex32):
+        for shape in [(), (2, 3)]:
+            parts = gather_objects(torch.full(shape, me, dtype=torch.float32).to(dtype), True)
+            assert [(part.dtype, part.shape) for part in parts] == [(dtype, shape)] * len(parts)
+            assert all((p.to(torch.complex64) == rank).all() for rank, p in enumerate(parts))
+
+
 def check_an_object_of_any_rank_is_broadcast():
     me = dist.get_rank()
     for src in range(dist.get_world_size()):

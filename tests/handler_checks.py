@@ -408,7 +408,8 @@ def check_a_run_resumed_at_any_step_is_the_uninterrupted_one():
     whole.train(2)
     assert whole.step == 8
     for step in range(9):
-        for workers in (0, 2) if world_size() == 2 or step in (1, 4) else (0,):
+        # Few steps with workers: CPython 3.11.7 rarely, but forever, blocks in a fork (112275).
+        for workers in (0, 2) if step in (1, 4) else (0,):
             random.seed(step), torch.manual_seed(step)
             handler = resumable(workers)
             handler.load(f"{step}.pt")

@@ -3,8 +3,10 @@
 import gc
 import itertools
 import operator
+import os
 import re
 import resource
+import signal
 import sys
 import threading
 import time
@@ -60,6 +62,22 @@ def wait_for(file):
 
 def text_of(error):
     return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", []))
+
+
+def check_a_fork_is_refused_although_nothing_has_been_called_before():
+    """It is the first check: a group that other code opened is not on record until a fork."""
+    started = time.monotonic()
+    if child := os.fork():
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7 and time.monotonic() - started < 10
+        return
+    signal.alarm(20)  # without the refusal the child would wait for other ranks
+    try:
+        open_group()
+    except RuntimeError as error:
+        os._exit(7 if f"a fork of rank {dist.get_rank()} cannot use" in str(error) else 1)
+    finally:
+        os._exit(2)
 
 
 def check_it_runs_on_the_listed_ranks_alone():

@@ -74,9 +74,9 @@ def on_ranks(script: str, world: int, *flags: str, fresh: bool = False, full: bo
 
 def check_passes(launch: tuple[Any, ...], name: str) -> None:
     """Fail unless the check passed on every rank; the first question runs them all."""
-    for rank, done in enumerate(_results(*launch)):
-        result = done.get(name, "was not reached")
-        assert result == "passed", f"{name} on rank {rank} of {launch[1]}: {result}"
+    results = [done.get(name, "was not reached") for done in _results(*launch)]
+    texts = [f"rank {rank} of {launch[1]}: {result}" for rank, result in enumerate(results)]
+    assert set(results) == {"passed"}, "\n".join([name, *texts])
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def _results(script: str, world: int, fresh: bool, *flags: str) -> list[dict[str
         stacks = [f"\n{file.name}:\n{file.read_text()}" for file in Path(folder).glob("*.stack")]
         for done in results:
             failed = [name for name, text in done.items() if text != "passed"]
-            done.update({name: done[name] + "".join(stacks) for name in failed})
+            done.update({name: done[name] + "".join([*stacks, ended.stderr]) for name in failed})
         return results
 
 

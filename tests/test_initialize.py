@@ -606,7 +606,7 @@ def test_port_in_use():
         ({"rank": 0, "world_size": 2}, "MASTER_ADDR, MASTER_PORT not set"),
         ({"rank": 2, "world_size": 2, "master_addr": HOST, "master_port": 1}, "rank=2"),
         ({"backend": "mpi"}, "backend must be .* not 'mpi'"),
-        ({"timeout": timedelta(0)}, "timeout must be from 0:00:00.001000 to 365 days"),
+        ({"timeout": timedelta(0)}, "timeout must be from a millisecond to 365 days"),
         ({"timeout": timedelta.max}, "timeout must be from"),
         ({"master_addr": ""}, "master_addr must be a host name or address, not ''"),
         ({"master_addr": 5}, "not 5"),
@@ -640,7 +640,7 @@ def test_device_that_is_not_there():
     assert _pick_device(3) == CPU
     assert _resolve_device("cpu") == _resolve_device(CPU) == CPU
     for device in ("cuda", "gpu", "gpu:0", "cuda:1", torch.device("cuda"), torch.device("cuda:3")):
-        with pytest.warns(UserWarning, match=f"no device '{device}' .*: using the CPU$"):
+        with pytest.warns(UserWarning, match=f"no {device} .*: using the CPU$"):
             assert _resolve_device(device) == CPU
 
 

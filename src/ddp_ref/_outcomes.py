@@ -241,10 +241,8 @@ class Call(AbstractContextManager[Any, None]):
 
     def _compare(self, rank: int, text: str) -> dict[int, str]:
         """Return the problem if a rank is in the call `text`, and this rank in another one."""
-        problem = (
-            f"rank {rank} is in {text}, rank {self.me} in {self.text}: every rank must make the "
-            "same on_rank and rank_first calls in the same order"
-        )
+        advice = "every rank must make the same on_rank and rank_first calls in the same order"
+        problem = f"rank {rank} is in {text}, rank {self.me} in {self.text}: {advice}"
         return {} if text == self.text else {rank: problem}
 
 

@@ -231,6 +231,8 @@ def _reduce_tensor(tensor: Any) -> Any:
     # A view is sent with its whole storage, so copy a view of a larger tensor first.
     if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    if tensor.dtype in torch.storage._new_dtypes():  # uint16, float8, ...: torch cannot pickle them
+        return Tensor.view, (tensor.view(getattr(torch, f"int{8 * tensor.itemsize}")), tensor.dtype)
     return tensor.__reduce_ex__(5)
 
 

@@ -23,7 +23,6 @@ from .rendezvous import GRACE, Rendezvous, RendezvousError, refuse_unsafe_restar
 from .slurm import first_host as _first_host_from_slurm_nodelist  # noqa: F401
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
-SHORTEST, LONGEST = timedelta(milliseconds=1), timedelta(days=365)
 
 
 class DistInfo(NamedTuple):
@@ -75,8 +74,8 @@ def initialize_ddp(
     It also prepares the process. A GPU rank's GPU becomes the current CUDA device. A CPU rank gets
     its share of the cores as torch's number of threads, unless OMP_NUM_THREADS is set. The group is
     closed at exit. If a group is already open, a call returns the DistInfo of that group, whatever
-    the arguments say. If this raises, restart all ranks, because a rank that retries alone only
-    waits for the others until its timeout.
+    the other arguments say, unless `use_distributed` is False. If this raises, restart all ranks,
+    because a rank that retries alone only waits for the others until its timeout.
 
     Args:
         timeout: Limits this call and every collective. Default: 60 minutes. A shorter timeout
@@ -106,8 +105,8 @@ def initialize_ddp(
         raise ValueError(f'backend must be "nccl", "gloo" or None, not {backend!r}')
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a timedelta, such as one minute, not {timeout!r}")
-    if timeout is not None and not SHORTEST <= timeout <= LONGEST:
-        raise ValueError(f"timeout must be from {SHORTEST} to {LONGEST}, not {timeout}")
+    if timeout is not None and not timedelta(milliseconds=1) <= timeout <= timedelta(days=365):
+        raise ValueError(f"timeout must be from a millisecond to 365 days, not {timeout}")
     if not (use_distributed is None or isinstance(use_distributed, bool)):
         raise TypeError(f"use_distributed must be True, False or None, not {use_distributed!r}")
     if use_distributed is not False:
@@ -183,6 +182,11 @@ def known_group() -> OpenGroup:
         info = DistInfo(True, rank, local_rank, world_size, device)
         _groups[default] = OpenGroup(info, dist.distributed_c10d._get_default_store())
     return _groups[default]
+
+
+# A fork finds a group that other code opened on record, with the rank's pid.
+if dist.is_available() and hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(before=lambda: dist.is_initialized() and known_group())
 
 
 def wait_for_all_ranks(device: torch.device) -> None:
@@ -284,8 +288,7 @@ def _clean_up_at_exit(device: torch.device) -> None:
         torch.cuda.set_device(device)
         cleanup_ddp()
 
-    thread = start_thread(close)
-    atexit.register(thread.join, 10)  # atexit calls these in reverse
+    atexit.register(start_thread(close).join, 10)  # atexit calls these in reverse
     atexit.register(exiting.set)
 
 
@@ -362,8 +365,7 @@ def _resolve_device(device: torch.device | str) -> torch.device:
         count = torch.get_device_module(wanted).device_count()
     if (wanted.index or 0) < count:
         return wanted
-    visible = f"{wanted.type} devices: {count}"
-    warnings.warn(f"no device {str(device)!r} ({visible}): using the CPU", stacklevel=2)
+    warnings.warn(f"no {device} ({wanted.type} devices: {count}): using the CPU", stacklevel=2)
     return torch.device("cpu")
 
 

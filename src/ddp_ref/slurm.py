@@ -109,8 +109,9 @@ def all_set(environ: Mapping[str, str], names: Sequence[str], required: bool = F
     missing = [name for name in names if name not in environ]
     if missing and (required or len(missing) < len(names)):
         raise ValueError(
-            f"{', '.join(missing)} not set: {', '.join(names)} belong together; torchrun and srun "
-            "set them, or pass rank, world_size, master_addr and master_port"
+            f"{', '.join(missing)} not set: {', '.join(names)} belong together; unset all and "
+            "let torchrun or srun set them, or set all, or pass rank, world_size, master_addr and "
+            "master_port"
         )
     return not missing
 

@@ -1,9 +1,12 @@
 """Worker processes: how to start, call and stop them, and the loop that each of them runs.
 
 They are started by `subprocess`, not by `multiprocessing`. So the caller's script is not run again
-and needs no `__main__` guard, the global start method stays unset, DataLoader workers start as they
-do under torchrun, and a worker can be killed with everything it started in its own session. For
-Linux and macOS.
+and needs no `__main__` guard, the global start method stays unset, and a worker can be killed with
+everything it started in its own session. For Linux and macOS.
+
+DataLoader workers start as they do under torchrun, but those that are not forked (on macOS, or with
+`multiprocessing_context="spawn"`) do not find classes of the caller's `__main__`: put the data set
+into a module.
 """
 
 import functools
@@ -179,9 +182,9 @@ def run_all(
                     deadline = min(deadline, time.monotonic() + FAILURE_WINDOW)
         if any(isinstance(answer, Failure) for answer in answers.values()):
             raise _earliest(answers.values())
-        if late := [worker.name for worker in workers if worker not in answers]:
-            names = ", ".join(late)
-            raise TimeoutError(f"no result from {names} within {timeout}: pass a longer timeout")
+        if late := ", ".join(worker.name for worker in workers if worker not in answers):
+            advice = "pass a longer timeout, or look for a thread or process that it left running"
+            raise TimeoutError(f"{late} did not end within {timeout}: {advice}")
         return [answers[worker] for worker in workers]
     finally:
         for worker in workers:
