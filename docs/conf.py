@@ -1,11 +1,12 @@
 """The site: `make docs` builds it from the repository's root, so links work here as on GitHub."""
 
+import re
 from pathlib import Path
 
 project = "DDP, step by step"
 author = "the DDP course"
 root_doc = "README"
-html_title = project
+html_title, html_show_copyright = project, False
 language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
@@ -26,60 +27,58 @@ default_role = "code"  # docstrings quote names with single backticks
 
 html_theme = "furo"
 html_favicon = "favicon.svg"
-html_static_path, html_css_files = ["site.css", "planner"], ["site.css"]  # planner: of plan.md
-html_extra_path = ["index.html"]  # leads to README.html
+html_static_path, html_css_files = ["site.css", "landing/landing.css"], ["site.css", "landing.css"]
+html_static_path += ["planner", "figures/one_step.svg"]  # of plan.md and of the front page
+templates_path, html_additional_pages = ["landing"], {"index": "landing.html"}
 html_search_scorer = str(Path(__file__).with_name("scorer.js"))  # error messages first
 copybutton_prompt_text = "$ "
 
-# GitHub shows the README as it is; on the site it holds the order of all pages.
-CONTENTS = """
-
-```{toctree}
-:hidden:
-:caption: The notebooks
-:glob:
-
-notebooks/*
-```
-
-```{toctree}
-:hidden:
-:caption: How to
-:glob:
-
-docs/how-to/*
-docs/slurm
-```
-
-```{toctree}
-:hidden:
-:caption: To look up
-
-docs/cheat-sheet
-docs/glossary
-docs/plan
-docs/gpu
-tests/fakegpu/README
-docs/troubleshooting
-docs/nccl-hangs
-docs/scripts
-docs/reference
-docs/platforms
-docs/tutorial-mistakes
-docs/differences
-docs/fault-drill
-docs/benchmarks
-docs/growth
-docs/not-executed
-CONTRIBUTING
-```
-"""
+ROOT = Path(__file__).parent.parent
+CHAPTERS = [f"notebooks/{path.stem}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
+HOW_TO = [  # in the order of the README
+    *("docs/how-to/launch", "docs/how-to/notebook", "docs/how-to/containers", "docs/slurm"),
+    *("docs/how-to/kaggle", "docs/how-to/convert", "docs/how-to/port"),
+    *("docs/how-to/your-own-loop", "docs/how-to/copy", "docs/how-to/resume"),
+    *("docs/how-to/evaluate", "docs/how-to/log", "docs/how-to/syncbatchnorm"),
+    *("docs/how-to/compile", "docs/how-to/average", "docs/how-to/async-checkpoint"),
+]
+LOOK_UP = [
+    *("docs/cheat-sheet", "docs/glossary", "docs/plan", "docs/gpu", "tests/fakegpu/README"),
+    *("docs/troubleshooting", "docs/nccl-hangs", "docs/scripts", "docs/reference"),
+    *("docs/platforms", "docs/tutorial-mistakes", "docs/differences", "docs/fault-drill"),
+    *("docs/benchmarks", "docs/growth", "docs/not-executed", "CONTRIBUTING"),
+]
+CAPTIONS = {
+    "Start": ["README <self>"],
+    "The chapters": CHAPTERS,
+    "How to": HOW_TO,
+    "To look up": LOOK_UP,
+}
 
 
 def add_contents(app, docname, source):
+    """Add the order of all pages to the README, which GitHub shows without it."""
     if docname == root_doc:
-        source[0] += CONTENTS
+        for caption, pages in CAPTIONS.items():
+            entries = "\n".join(pages)
+            source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+
+
+def add_front_page(app, pagename, templatename, context, doctree):
+    """Give the front page its lists, and lead the name of the site to it."""
+    context["master_doc"] = "index"
+    if pagename == "index":
+        titles = {page: app.env.titles[page].astext() for page in [*CHAPTERS, *HOW_TO, *LOOK_UP]}
+        context["chapters"] = [(titles[page], page, question_of(page)) for page in CHAPTERS]
+        context["how_to"] = [(titles[page], page) for page in HOW_TO]
+        context["look_up"] = [(titles[page], page) for page in LOOK_UP]
+
+
+def question_of(chapter):
+    text = (ROOT / chapter).with_suffix(".md").read_text()
+    return re.search(r"^\| The question \| (.*) \|$", text, re.MULTILINE)[1].replace("`", "")
 
 
 def setup(app):
     app.connect("source-read", add_contents)
+    app.connect("html-page-context", add_front_page)

@@ -51,7 +51,7 @@ def site(tmp_path_factory):
     Thread(target=server.serve_forever, daemon=True).start()
     pages = [page.relative_to(folder / "html") for page in (folder / "html").rglob("*.html")]
     yield (
-        sorted(str(page) for page in pages if page.name != "index.html"),
+        sorted(map(str, pages)),
         f"http://127.0.0.1:{server.server_port}",
         folder / "html",
     )
