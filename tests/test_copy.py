@@ -3,6 +3,7 @@
 import ast
 import shutil
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -190,6 +191,8 @@ def test_what_pip_installs_is_the_package_alone(tmp_path):
     shutil.copytree(ROOT / "src", project / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "datautils.py"):
         shutil.copy(ROOT / name, project)
+    (project / "tests").mkdir()
+    shutil.copy(__file__, project / "tests")
     tools = project / "tools" / "bin"
     install = [tools / "pip", "install", "--quiet"]
 
@@ -212,6 +215,10 @@ def test_what_pip_installs_is_the_package_alone(tmp_path):
     code = "import ddp_ref; print(ddp_ref.__file__, ddp_ref.__version__)"
     place, version = do(tools / "python", "-c", code).split()
     assert tools.parent in Path(place).parents and wheel.name.startswith(f"ddp_ref-{version}-")
+    code = "from importlib.metadata import entry_points as e; print(*e(group='console_scripts'))"
+    assert "name='ddp-ref', value='ddp_ref.__main__:main'" in do(tools / "python", "-c", code)
+    with tarfile.open(sdist) as files:
+        assert not any("test" in name for name in files.getnames())
 
 
 def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
