@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 def play_ring(ranks: SimulatedRanks) -> None:
     """Show a player for the log of `ranks`, of at most 4 ranks.
 
-    It needs JavaScript. GitHub removes scripts from a notebook, so there the output is empty.
+    It needs JavaScript. GitHub runs no scripts in a notebook, so there the output is empty.
     """
     words = "\n".join(" ".join(step["text"]) for step in player_data(ranks)["steps"])
     display({"text/html": player_html(ranks), "text/plain": words}, raw=True)
