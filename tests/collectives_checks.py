@@ -432,6 +432,13 @@ def check_objects_may_hold_tensors_that_torch_cannot_pickle():
             parts = gather_objects(torch.full(shape, me, dtype=torch.float32).to(dtype), True)
             assert [(part.dtype, part.shape) for part in parts] == [(dtype, shape)] * len(parts)
             assert all((p.to(torch.complex64) == rank).all() for rank, p in enumerate(parts))
+    leaf = torch.ones(2).to(torch.float8_e5m2).requires_grad_()
+    conjugate = torch.tensor([1 + 2j]).to(torch.complex32).conj()
+    bits = torch.ones(4).to(torch.uint16)
+    leaf, conjugate, one, other = broadcast_object((leaf, conjugate, bits, bits.view(2, 2)))
+    assert leaf.requires_grad and conjugate.to(torch.complex64).tolist() == [1 - 2j]
+    one.view(torch.int16)[3] = 7
+    assert other.to(torch.int64).tolist() == [[1, 1], [1, 7]]  # what shared its memory still does
 
 
 def check_an_object_of_any_rank_is_broadcast():

@@ -408,7 +408,7 @@ def check_a_run_resumed_at_any_step_is_the_uninterrupted_one():
     whole.train(2)
     assert whole.step == 8
     for step in range(9):
-        # Few steps with workers: CPython 3.11.7 rarely, but forever, blocks in a fork (112275).
+        # Only a few steps use workers: CPython 3.11.7 sometimes hangs in a fork (cpython#112275).
         for workers in (0, 2) if step in (1, 4) else (0,):
             random.seed(step), torch.manual_seed(step)
             handler = resumable(workers)

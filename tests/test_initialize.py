@@ -556,9 +556,11 @@ def test_a_group_that_somebody_else_opened_in_a_slurm_step(tmp_path):
         os.environ.update({f"SLURM_{name}": str(value) for name, value in step.items()})
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
         found = [initialize_ddp().local_rank]
+        dist.barrier()  # a rank that left at once would cut off one that is still connecting
         cleanup_ddp()
         os.environ["LOCAL_RANK"] = "5"  # a part of a set: no error, where nothing is launched
         dist.init_process_group("gloo", f"file://{folder}/again", rank=rank, world_size=2)
+        dist.barrier()
         return [*found, initialize_ddp().local_rank]
 
     assert run_ranks(work, tmp_path, timeout=timedelta(seconds=60)) == [[0, 5], [0, 5]]

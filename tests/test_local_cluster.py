@@ -217,7 +217,7 @@ def test_without_its_packages_it_names_them():
 def test_torchrun_on_two_hosts_without_slurm(cluster, tmp_path, tmp_path_factory, meet):
     """As the guides start it, a torchrun on each host, in either way to meet."""
     flags = {
-        "static": "--node-rank={node} --master_addr=node1 --master_port=29600",
+        "static": "--node-rank={node} --master-addr=node1 --master-port=29600",
         "c10d": "--rdzv-backend=c10d --rdzv-endpoint=node1:29601 --rdzv-id=two",
     }[meet]
     started = []

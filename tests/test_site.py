@@ -111,6 +111,10 @@ def test_the_front_page_leads_to_everything(site, browser):
     links = page.locator(".landing a").evaluate_all("links => links.map(a => a.href)")
     generated = {"genindex.html", "search.html", "index.html"}
     assert {f"{address}/{name}" for name in {*pages} - generated} == set(links)
+    clone, *shown = page.locator(".landing pre").text_content().splitlines()
+    assert clone.startswith("$ git clone") and set(shown) <= set(
+        (ROOT / "README.md").read_text().splitlines()
+    )
     chapters = page.locator(".chapters dd").all_text_contents()
     assert len(chapters) == 17 and all(text.endswith("?") for text in chapters)
     page.get_by_placeholder("paste an error message").fill("Duplicate GPU detected")

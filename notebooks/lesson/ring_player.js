@@ -1,4 +1,4 @@
-/** Play the log of simulated ranks. All that happens in a step comes from ring_player.py.
+/** Play the log of simulated ranks. ring_player.py decides what happens in each step.
 
     root: an empty element. data: the `colors` and the `steps`, the first of which is the start.
     css: the text of ring_player.css. */

@@ -51,12 +51,15 @@ class OpenGroup:
     store: Any  # a dist.Store
     side: Any = None  # a gloo group of all ranks, for on_rank's messages, once it is open
     nodes: list[str] = field(default_factory=list)  # by rank
-    pid: int = field(default_factory=os.getpid)
     calls: list[int] = field(default_factory=lambda: [0, 0])  # on_rank calls: global, local
 
 
 # Weak keys: if somebody else destroys the group, our entry goes with it.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, OpenGroup] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, OpenGroup] = weakref.WeakKeyDictionary()
+# The group that this process had when it was forked: its sockets belong to the rank.
+_forked: list[Any] = []
+if dist.is_available() and hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(after_in_child=lambda: _forked.append(dist.group.WORLD))
 
 
 def initialize_ddp(
@@ -128,7 +131,7 @@ def cleanup_ddp() -> None:
     that was forked from a rank leaves the group to the rank, and must end with `os._exit`, as those
     of multiprocessing do.
     """
-    if dist.is_available() and dist.is_initialized() and known_group().pid == os.getpid():
+    if dist.is_available() and dist.is_initialized() and dist.group.WORLD not in _forked:
         dist.destroy_process_group()
     wait_until_gloo_is_idle()  # a DDP model, or torch itself, may still hold a closed group
 
@@ -156,11 +159,11 @@ def open_group() -> OpenGroup | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    group = known_group()
-    if group.pid != os.getpid():  # the sockets belong to the parent: any call would hang
+    if dist.group.WORLD in _forked:  # any call would hang
         raise RuntimeError(
-            f"a fork of rank {group.info.rank} cannot use its process group: call this in the rank"
+            f"a fork of rank {dist.get_rank()} cannot use its process group: call this in the rank"
         )
+    group = known_group()
     if group.side is None:
         atexit.register(wait_until_gloo_is_idle)
         # This has the group's own timeout; new_group would wait for 30 minutes.
@@ -173,7 +176,7 @@ def open_group() -> OpenGroup | None:
 
 def known_group() -> OpenGroup:
     """Return the record of the default group; make it if other code opened the group."""
-    default = dist.distributed_c10d._get_default_group()
+    default: Any = dist.group.WORLD
     if default not in _groups:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         local_rank = _local_rank(rank, world_size)
@@ -182,11 +185,6 @@ def known_group() -> OpenGroup:
         info = DistInfo(True, rank, local_rank, world_size, device)
         _groups[default] = OpenGroup(info, dist.distributed_c10d._get_default_store())
     return _groups[default]
-
-
-# A fork finds a group that other code opened on record, with the rank's pid.
-if dist.is_available() and hasattr(os, "register_at_fork"):  # Windows cannot fork
-    os.register_at_fork(before=lambda: dist.is_initialized() and known_group())
 
 
 def wait_for_all_ranks(device: torch.device) -> None:
@@ -248,8 +246,7 @@ def _join_launch(launch: LaunchInfo, timeout: timedelta, backend: str | None) ->
         start_thread(cleanup_ddp).join(1)  # nccl may wait for the other ranks there
         raise
     info = DistInfo(True, launch.rank, launch.local_rank, launch.world_size, device)
-    group = dist.distributed_c10d._get_default_group()
-    _groups[group] = OpenGroup(info, rendezvous.store, side, nodes)
+    _groups[dist.group.WORLD] = OpenGroup(info, rendezvous.store, side, nodes)
     return info
 
 
