@@ -24,7 +24,7 @@ def table(rounds: Sequence[Played]) -> str:
     for fault, target in sorted({key[:2] for key in cells}, key=_order):
         found = [cells.get((fault, target, how), Counter()) for how in columns]
         lines.append([fault, target, *map(_cell, found)])
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def costs(rounds: Sequence[Played]) -> str:
@@ -37,7 +37,7 @@ def costs(rounds: Sequence[Played]) -> str:
             steps = _median_and_maximum((cost.steps for cost in own), ".0f")
             times = [_median_and_maximum(seconds, ".1f", " s") for seconds in (ended, resumed)]
             lines.append([fault, str(len(own)), *times, steps])
-    return _aligned(lines)
+    return aligned(lines)
 
 
 def _median_and_maximum(values: Iterable[float | None], digits: str, unit: str = "") -> str:
@@ -45,7 +45,7 @@ def _median_and_maximum(values: Iterable[float | None], digits: str, unit: str =
     return f"{median(present):{digits}} / {max(present):{digits}}{unit}" if present else ""
 
 
-def _aligned(lines: list[list[str]]) -> str:
+def aligned(lines: list[list[str]]) -> str:
     """Return the Markdown table with these lines, the first of which is its head."""
     lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -107,7 +107,7 @@ class Job:
                 return WENT_ON, Cost(steps=_lost(folder))  # torchrun may have restarted the job
         (checkpoints / FILLER).unlink(missing_ok=True)
         warned = plan.fault in DAMAGES and _damage(plan, checkpoints)
-        whole = _whole(checkpoints)
+        whole = intact(checkpoints)
         start = f"{max(whole)}: epoch " if whole else f"no checkpoint in {CHECKPOINTS}"
         begun = time.monotonic()
         with self._start(line, folder, moment) as running:  # in the same place: it waits no more
@@ -118,7 +118,7 @@ class Job:
             raise Wrong(f"the same line again failed with {resumed.code}\n{resumed.stderr}")
         if start not in resumed.stderr or (PASSED_OVER in resumed.stderr) != warned:
             raise Wrong(f"it was to begin with {start!r}, warned: {warned}\n{resumed.stderr}")
-        check_kept(whole, _whole(checkpoints))
+        check_kept(whole, intact(checkpoints))
         _check_final(checkpoints, self.unbroken, resumed)
         return RESUMED if whole else STARTED_OVER, Cost(ended, loaded, _lost(folder))
 
@@ -131,12 +131,13 @@ class Job:
         """
         with self._start(line, folder, moment) as running:
             _wait_for_moment(running, folder)
-            before = _whole(checkpoints)
+            before = intact(checkpoints)
             strike(plan, running, folder, checkpoints)
             struck = time.monotonic()
             broken = running.wait(DEADLINE)
-            ended = time.monotonic() - struck if broken.code else None
-        after = _whole(checkpoints)
+        # On leaving the `with`, no process was left.
+        ended = time.monotonic() - struck if broken.code else None
+        after = intact(checkpoints)
         check_kept(before, after)
         check_clear(plan, broken, after)
         return broken, ended
@@ -201,7 +202,7 @@ def _job_name(folder: Path) -> str:
     return f"{folder.parent.name}-{folder.name}"
 
 
-def _whole(folder: Path) -> set[str]:
+def intact(folder: Path) -> set[str]:
     """Return the names of the checkpoints that can be read."""
     found = set()
     for path in checkpoint.numbered(folder):
