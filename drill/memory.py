@@ -17,10 +17,10 @@ def ranks(running: Running) -> list[psutil.Process]:
 
 
 class Memory:
-    """The memory that each process has for itself (USS), sampled while the job trains."""
+    """The memory that each process has for itself (USS), sampled until the job writes `last`."""
 
-    def __init__(self, running: Running) -> None:
-        self.running = running
+    def __init__(self, running: Running, last: str) -> None:
+        self.running, self.last = running, last
         self.names = {running.process.pid: "launcher"}
         self.samples: dict[str, list[tuple[float, float]]] = {}  # seconds and MiB
 
@@ -37,9 +37,12 @@ class Memory:
         return False
 
     def sample(self) -> None:
-        for process in [psutil.Process(self.running.process.pid), *ranks(self.running)]:
-            name = self.names.setdefault(process.pid, f"rank {len(self.names) - 1}")
-            mib = process.memory_full_info().uss / 2**20
+        processes = [psutil.Process(self.running.process.pid), *ranks(self.running)]
+        sizes = {process.pid: process.memory_full_info().uss / 2**20 for process in processes}
+        if self.last in self.running.text():  # asked last: what follows training takes more
+            return
+        for pid, mib in sizes.items():
+            name = self.names.setdefault(pid, f"rank {len(self.names) - 1}")
             self.samples.setdefault(name, []).append((time.monotonic(), mib))
 
 
