@@ -45,8 +45,8 @@ UNBROKEN, BROKEN, CHECKPOINTS = "unbroken", "broken", "run"  # folders, the last
 FAILED = "wrong.txt"
 LAUNCHERS = "torchrun", "--nproc"
 DEADLINE = 120  # seconds for a start, for an end after a fault, and for a step after a pause
-# MiB that a process may grow after its first minute. In the next two minutes a rank of 240 MiB grew
-# by 2. A leak of 250 bytes in each step of an hour would be above the limit.
+# MiB that a process may grow after its first minute. In four more minutes, a rank of 240 MiB grew
+# by 0.4. A leak of 250 bytes in each step of an hour would be above the limit.
 LIMIT = 20
 
 
