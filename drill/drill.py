@@ -6,6 +6,9 @@ A round starts scripts/train_reference.py on two ranks, strikes at a moment, and
 no hang, no process left, no checkpoint lost, and an error that names its cause, unless it could go
 on. Then the same line again must resume from the newest intact checkpoint. Either way the weights
 must be those of an unbroken run, bit for bit.
+
+With --save FILE, the rounds of all sittings are kept in FILE, and a round that is there is not
+played again: after an interruption, run the same line again, or add rounds with another --seed.
 """
 
 import argparse
@@ -13,51 +16,63 @@ import shlex
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness.py and page.py
 
+import saved  # noqa: E402
 from faults import why_no_small_disk  # noqa: E402
 from launchers import SCRIPT, why_no_slurm  # noqa: E402
 from page import around_marks  # noqa: E402
 from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw, drawn  # noqa: E402
-from report import MARKS, summary, table, tail, write_markdown  # noqa: E402
+from report import MARKS, costs, summary, table, tail, write_markdown  # noqa: E402
 from rounds import WRONG, Job, Played  # noqa: E402
 
 
 def main() -> None:
     args = parse()
+    rounds = saved.load(args.save) if args.save else []
     # A shell's background job would leave Ctrl-C ignored, in the job as well.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays mounted
     with tempfile.TemporaryDirectory(prefix="drill-") as name:
         folder = Path(name)
-        plans = choose(args, folder)
+        done = {(played.command, played.plan.number) for played in rounds}
+        plans = [p for p in choose(args, folder) if (command(args), p.number) not in done]
         if args.plan:
             print(*(f"round {plan.number} | {plan}" for plan in plans), sep="\n")
             return
-        rounds: list[Played] = []
         interrupted = False
         try:
             for played in play_all(Job(args.script.resolve(), folder), plans, args.jobs):
-                rounds.append(played)
-                print(played, flush=True)
-                if played.outcome == WRONG:
-                    print(f"{tail(played)}\n    repeat it: {again(args, played)}", flush=True)
+                rounds.append(replace(played, command=command(args)))
+                tell(rounds[-1], args.save)
         except KeyboardInterrupt:
             interrupted = True
             print("interrupted: what follows is of the rounds so far")
-    print(f"\n{table(rounds)}\n\n{summary(rounds)}; the seed is {args.seed}")
+    lines = [f"{table(rounds)}\n", f"{costs(rounds)}\n", summary(rounds), *commands(args, rounds)]
+    print("", *lines, sep="\n")
     wrong = [played for played in rounds if played.outcome == WRONG]
     for played in wrong:
-        print(f"{WRONG}: {again(args, played)}")
+        print(f"{WRONG}: {again(played)}")
     if args.markdown and not interrupted:
-        write_markdown(args.markdown, rounds, f"{command(args)} {which(args)}")
+        write_markdown(args.markdown, rounds, commands(args, rounds))
     sys.exit(130 if interrupted else bool(wrong))
+
+
+def tell(played: Played, file: Path | None) -> None:
+    """Print how a round ended, and keep it in `file`, if there is one."""
+    print(played, flush=True)
+    if played.outcome == WRONG:
+        print(f"{tail(played)}\n    repeat it: {again(played)}", flush=True)
+    if file:
+        saved.add(file, played)
 
 
 def parse() -> argparse.Namespace:
@@ -70,12 +85,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=LAUNCHERS)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--jobs", type=int, default=1, help="rounds at a time (1)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="add the rounds to those there")
     parser.add_argument("--plan", action="store_true", help="print the rounds, play none")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there as well")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="put the tables there as well"
+    )
     parser.add_argument("--script", type=Path, default=SCRIPT, help="a script with the same flags")
     args = parser.parse_args()
     if args.rounds < 1 or args.jobs < 1:
         parser.error("--rounds and --jobs must be at least 1")
+    if args.save and args.only is not None:
+        parser.error(f"--only {args.only} repeats a round: leave out --save {args.save}")
     try:  # now, and not when all rounds have been played
         if args.markdown:
             around_marks(args.markdown, *MARKS)
@@ -113,6 +133,8 @@ def possible(asked: Pairs, folder: Path) -> Pairs:
 
 def play_all(job: Job, plans: Sequence[Plan], at_a_time: int) -> Iterator[Played]:
     """Yield how each round ended, in their order."""
+    if not plans:
+        return
     try:
         job.run_unbroken(sorted({plan.launcher for plan in plans}))
     except AssertionError as error:
@@ -141,14 +163,17 @@ def command(args: argparse.Namespace) -> str:
     return shlex.join(parts)
 
 
-def which(args: argparse.Namespace) -> str:
-    """Return the flag that says which rounds were played."""
-    return f"--rounds {args.rounds}" if args.only is None else f"--only {args.only}"
+def commands(args: argparse.Namespace, rounds: Sequence[Played]) -> list[str]:
+    """Return the lines that play these rounds again, one for each seed."""
+    if args.only is not None:
+        return [f"{command(args)} --only {args.only}"]
+    counts = Counter(played.command for played in rounds)
+    return [f"{line} --rounds {count}" for line, count in counts.items()]
 
 
-def again(args: argparse.Namespace, played: Played) -> str:
+def again(played: Played) -> str:
     """Return the line that repeats a round."""
-    return f"{command(args)} --only {played.plan.number}"
+    return f"{played.command} --only {played.plan.number}"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from ddp_ref.training.loop import TrainLoop
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
 PATIENCE = 60  # seconds, with the drill
 REACHED, STRUCK = Path("reached"), Path("struck")  # in the folder of the round, the job's own
+STEPS_TAKEN = Path("steps")  # there as well: a byte for each step that the rank has begun
 WRITING = checkpoint, "_check_readable"  # rank 0: the new file is there, under another name
 PLACES: dict[str, tuple[Any, str]] = {
     "start-up": (TrainerDDP, "__init__"),  # before the group is open
@@ -42,6 +43,8 @@ def arm() -> None:
                 wait_before(*WRITING, nth=asked["nth"])
             else:
                 wait_before(owner, name, nth=asked["nth"])
+        if rank == asked["rank"]:
+            count_steps()  # last, so that it also counts the step before which the rank waits
         begin(self, rank, config)
 
     TrainerDDP.__init__ = begin_armed  # type: ignore[method-assign]
@@ -60,6 +63,19 @@ def wait_before(owner: Any, name: str, nth: int) -> None:
         return function(*args, **kwargs)
 
     setattr(owner, name, waits)
+
+
+def count_steps() -> None:
+    """Write a byte for each step that this rank begins; the next process of the rank adds to it."""
+    take_step = TrainLoop._train_step
+
+    @functools.wraps(take_step)
+    def counted(self: TrainLoop, window: Any) -> None:
+        with STEPS_TAKEN.open("ab") as file:
+            file.write(b".")
+        take_step(self, window)
+
+    TrainLoop._train_step = counted  # type: ignore[method-assign]
 
 
 def wait() -> None:

@@ -1,12 +1,13 @@
-"""What the drill tells: the table of fault x rank x launcher x outcome, and how to repeat."""
+"""What the drill tells: the tables of outcomes and of costs, and how to repeat the rounds."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 
 from page import machine, put_between
 from plan import FAULTS
-from rounds import Played
+from rounds import WRONG, Played
 
 MARKS = "<!-- begin of what the drill has written -->", "<!-- end -->"
 TAIL = 40  # lines of what a failed round has written
@@ -19,10 +20,34 @@ def table(rounds: Sequence[Played]) -> str:
     for played in rounds:
         plan = played.plan
         cells.setdefault((plan.fault, plan.target, plan.how), Counter())[played.outcome] += 1
-    lines = [["fault", "rank", *columns], ["---"] * (len(columns) + 2)]
+    lines = [["fault", "rank", *columns]]
     for fault, target in sorted({key[:2] for key in cells}, key=_order):
         found = [cells.get((fault, target, how), Counter()) for how in columns]
         lines.append([fault, target, *map(_cell, found)])
+    return aligned(lines)
+
+
+def costs(rounds: Sequence[Played]) -> str:
+    """Return a Markdown table: for each fault the median and the maximum of what it has cost."""
+    lines = [["fault", "rounds", "job ended after", "training resumed after", "steps lost"]]
+    for fault in FAULTS:
+        own = [p.cost for p in rounds if p.plan.fault == fault and p.outcome != WRONG]
+        if own:
+            ended, resumed = (cost.ended for cost in own), (cost.resumed for cost in own)
+            steps = _median_and_maximum((cost.steps for cost in own), ".0f")
+            times = [_median_and_maximum(seconds, ".1f", " s") for seconds in (ended, resumed)]
+            lines.append([fault, str(len(own)), *times, steps])
+    return aligned(lines)
+
+
+def _median_and_maximum(values: Iterable[float | None], digits: str, unit: str = "") -> str:
+    present = [value for value in values if value is not None]
+    return f"{median(present):{digits}} / {max(present):{digits}}{unit}" if present else ""
+
+
+def aligned(lines: list[list[str]]) -> str:
+    """Return the Markdown table with these lines, the first of which is its head."""
+    lines = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_line(line, widths) for line in lines)
 
@@ -51,10 +76,10 @@ def tail(played: Played) -> str:
     return "\n".join(f"    {line}" for line in [reason, *text[-TAIL:]])
 
 
-def write_markdown(path: Path, rounds: Sequence[Played], command: str) -> None:
-    """Put the table between the marks in `path`, and what it was made with."""
+def write_markdown(path: Path, rounds: Sequence[Played], commands: Sequence[str]) -> None:
+    """Put the tables between the marks in `path`, and the commands they were made with."""
     drawn = {played.plan.fault for played in rounds}
     missed = ", ".join(fault for fault in FAULTS if fault not in drawn)
     found = f"{summary(rounds)}." + (f" Not drawn: {missed}." if missed else "")
-    about = f"`{command}`\non {machine(['torch'])}"
-    put_between(path, *MARKS, f"{about}\n\n{found}\n\n{table(rounds)}")
+    about = ",\n".join(f"`{command}`" for command in commands) + f"\non {machine(['torch'])}"
+    put_between(path, *MARKS, "\n\n".join([about, found, table(rounds), costs(rounds)]))

@@ -12,7 +12,7 @@ from faults import FILLER, damage, slurm, small_disk, strike
 from harness import Result, Running
 from judge import Weights, Wrong, check_clear, check_equal, check_kept, check_no_crash
 from launchers import CHECKPOINTS, command, slurm_environment
-from moment import REACHED, VARIABLE
+from moment import REACHED, STEPS_TAKEN, VARIABLE
 from plan import DAMAGES, EPOCHS, STEPS, Plan
 
 from ddp_ref.training import checkpoint
@@ -25,6 +25,21 @@ DEADLINE = 150  # seconds: a stopped rank costs patience, and 30 s of its launch
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a fault has cost; None where there was no such thing."""
+
+    ended: float | None = None  # seconds from the fault until the broken job had ended
+    resumed: float | None = None  # seconds from the second command until its checkpoint was loaded
+    steps: int | None = None  # optimizer steps that were lost, so that they were taken again
+
+    def __str__(self) -> str:
+        ended = None if self.ended is None else f"ended after {self.ended:.1f} s"
+        resumed = None if self.resumed is None else f"resumed after {self.resumed:.1f} s"
+        steps = None if self.steps is None else f"lost {self.steps} steps"
+        return ", ".join(filter(None, [ended, resumed, steps]))
+
+
+@dataclass(frozen=True)
 class Played:
     """How a round ended: right in one of a few ways, or wrong, with what shows it."""
 
@@ -32,9 +47,12 @@ class Played:
     outcome: str  # WENT_ON, RESUMED, STARTED_OVER or WRONG
     seconds: float
     detail: str = ""
+    cost: Cost = Cost()
+    command: str = ""  # with --only and its number, it repeats the round
 
     def __str__(self) -> str:
-        return f"round {self.plan.number} | {self.plan} | {self.outcome} | {self.seconds:.0f} s"
+        line = f"round {self.plan.number} | {self.plan} | {self.outcome} | {self.seconds:.0f} s"
+        return f"{line} | {self.cost}".removesuffix(" | ")
 
 
 class Job:
@@ -67,11 +85,11 @@ class Job:
         disk = small_disk(plan.launcher, home) if plan.fault == "full disk" else nullcontext(home)
         try:
             with disk as checkpoints, _ended_in_slurm(plan, folder):
-                outcome = self._play(plan, folder, checkpoints)
+                outcome, cost = self._play(plan, folder, checkpoints)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a find: told, and the next
-            outcome = WRONG
+            outcome, cost = WRONG, Cost()
             detail = str(error) if isinstance(error, AssertionError) else _told(error)
-        return Played(plan, outcome, time.monotonic() - begun, detail)
+        return Played(plan, outcome, time.monotonic() - begun, detail, cost)
 
     def stop(self) -> None:
         """End the rounds that are being played, in whichever threads: none starts a job again."""
@@ -79,41 +97,50 @@ class Job:
         for running in list(self._open):
             running.kill()
 
-    def _play(self, plan: Plan, folder: Path, checkpoints: Path) -> str:
+    def _play(self, plan: Plan, folder: Path, checkpoints: Path) -> tuple[str, Cost]:
         line = command(plan.launcher, plan.restarts)
         moment: Moment = {"rank": plan.rank, "place": plan.place, "nth": plan.nth}
-        broken = self._break(plan, line, folder, moment, checkpoints)
+        broken, ended = self._break(plan, line, folder, moment, checkpoints)
         if broken.code == 0:
             _check_final(checkpoints, self.unbroken, broken)
             if plan.fault not in DAMAGES:
-                return WENT_ON
+                return WENT_ON, Cost(steps=_lost(folder))  # torchrun may have restarted the job
         (checkpoints / FILLER).unlink(missing_ok=True)
         warned = plan.fault in DAMAGES and _damage(plan, checkpoints)
-        whole = _whole(checkpoints)
-        resumed = self._run(line, folder, moment)  # in the same place, where it waits no more
+        whole = intact(checkpoints)
+        start = f"{max(whole)}: epoch " if whole else f"no checkpoint in {CHECKPOINTS}"
+        begun = time.monotonic()
+        with self._start(line, folder, moment) as running:  # in the same place: it waits no more
+            loaded = _wait_for_text(running, start) - begun
+            resumed = running.wait(DEADLINE)
         check_no_crash(resumed)
         if resumed.code:
             raise Wrong(f"the same line again failed with {resumed.code}\n{resumed.stderr}")
-        start = f"{max(whole)}: epoch " if whole else f"no checkpoint in {CHECKPOINTS}"
         if start not in resumed.stderr or (PASSED_OVER in resumed.stderr) != warned:
             raise Wrong(f"it was to begin with {start!r}, warned: {warned}\n{resumed.stderr}")
-        check_kept(whole, _whole(checkpoints))
+        check_kept(whole, intact(checkpoints))
         _check_final(checkpoints, self.unbroken, resumed)
-        return RESUMED if whole else STARTED_OVER
+        return RESUMED if whole else STARTED_OVER, Cost(ended, loaded, _lost(folder))
 
     def _break(
         self, plan: Plan, line: Line, folder: Path, moment: Moment, checkpoints: Path
-    ) -> Result:
-        """Run the job into its fault, and return what it said when no checkpoint was lost."""
+    ) -> tuple[Result, float | None]:
+        """Run the job into its fault, and check that no checkpoint was lost.
+
+        Return what it said, and how many seconds after the fault it ended, unless it went on.
+        """
         with self._start(line, folder, moment) as running:
             _wait_for_moment(running, folder)
-            before = _whole(checkpoints)
+            before = intact(checkpoints)
             strike(plan, running, folder, checkpoints)
+            struck = time.monotonic()
             broken = running.wait(DEADLINE)
-        after = _whole(checkpoints)
+        # On leaving the `with`, no process was left.
+        ended = time.monotonic() - struck if broken.code else None
+        after = intact(checkpoints)
         check_kept(before, after)
         check_clear(plan, broken, after)
-        return broken
+        return broken, ended
 
     @contextmanager
     def _start(self, line: Line, folder: Path, moment: Moment) -> Iterator[Running]:
@@ -146,6 +173,21 @@ def _wait_for_moment(running: Running, folder: Path) -> None:
         time.sleep(0.01)
 
 
+def _wait_for_text(running: Running, text: str) -> float:
+    """Return the time when the job has written `text`, or has ended without it."""
+    deadline = time.monotonic() + DEADLINE
+    while running.process.poll() is None and time.monotonic() < deadline:
+        if text in running.text():
+            break
+        time.sleep(0.05)
+    return time.monotonic()
+
+
+def _lost(folder: Path) -> int:
+    """Return how many steps the struck rank took again: those above what the training needs."""
+    return (folder / STEPS_TAKEN).stat().st_size - EPOCHS * STEPS
+
+
 @contextmanager
 def _ended_in_slurm(plan: Plan, folder: Path) -> Iterator[None]:
     try:
@@ -160,7 +202,7 @@ def _job_name(folder: Path) -> str:
     return f"{folder.parent.name}-{folder.name}"
 
 
-def _whole(folder: Path) -> set[str]:
+def intact(folder: Path) -> set[str]:
     """Return the names of the checkpoints that can be read."""
     found = set()
     for path in checkpoint.numbered(folder):

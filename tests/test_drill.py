@@ -6,11 +6,12 @@ import sys
 
 import psutil
 import pytest
+import saved
 from harness import ROOT, SCRIPTS, Result, Running, run, wait_until
 from judge import Wrong, check_clear, check_kept
 from plan import Plan
-from report import table
-from rounds import RESUMED, STARTED_OVER, Played
+from report import costs, table
+from rounds import RESUMED, STARTED_OVER, WRONG, Cost, Played
 
 DRILL = ROOT / "drill" / "drill.py"
 SEED = "5"
@@ -137,6 +138,69 @@ def test_the_table_counts_the_outcomes_of_each_pair():
     ]
 
 
+def cells(line):
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_the_costs_are_medians_and_maxima_of_the_rounds_that_are_right():
+    kills = [Cost(1.0, 4.0, 7), Cost(3.0, 5.0, 0), Cost(2.0, 9.0, 23)]
+    rounds = [Played(plan("kill"), RESUMED, 9.0, cost=cost) for cost in kills]
+    pause = Played(plan("pause"), "went on", 9.0, cost=Cost(steps=0))
+    rounds += [Played(plan("kill"), WRONG, 9.0), pause]
+    head, _, *rows = [cells(line) for line in costs(rounds).splitlines()]
+    assert head == ["fault", "rounds", "job ended after", "training resumed after", "steps lost"]
+    assert rows == [
+        ["kill", "3", "2.0 / 3.0 s", "5.0 / 9.0 s", "7 / 23"],
+        ["pause", "1", "", "", "0 / 0"],
+    ]
+
+
+KILLS = ["--launchers", "spawn", "--faults", "kill"]
+
+
+def save_rounds(file, seed, numbers):
+    """Save rounds as if they had been played, with a cost for each."""
+    command = " ".join([".venv/bin/python drill/drill.py --seed", seed, *KILLS])
+    for number in numbers:
+        cost = Cost(1.0, 4.0, 10)
+        played = Played(plan("kill", number=number), RESUMED, 9.0, cost=cost, command=command)
+        saved.add(file, played)
+    return saved.load(file)
+
+
+def test_sittings_add_up_and_a_saved_round_is_not_played_again(tmp_path):
+    file, page = tmp_path / "rounds.jsonl", tmp_path / "page.md"
+    page.write_text("<!-- begin of what the drill has written -->\n<!-- end -->")
+    assert len(save_rounds(file, "4", [1, 2])) == 2
+    assert len(save_rounds(file, SEED, [1, 2, 3])) == 5
+    ended = drill(tmp_path, *KILLS, "--rounds", "3", "--save", file, "--markdown", page)
+    assert ended.code == 0, ended.stderr
+    assert "\nround " not in ended.stdout and "5 rounds: 5 resumed" in ended.stdout
+    text = page.read_text()
+    for seed, count in ("4", 2), (SEED, 3):
+        line = f".venv/bin/python drill/drill.py --seed {seed} {' '.join(KILLS)} --rounds {count}"
+        assert f"`{line}`" in text and line in ended.stdout
+    assert ["kill", "5", "1.0 / 1.0 s", "4.0 / 4.0 s", "10 / 10"] in map(cells, text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        (f'"package": "{saved.package_hash()}"', '"package": "0123"', "of the package 0123, but"),
+        ("}", "", "line 1 of rounds.jsonl is not a round: remove it"),
+        ('"launcher"', '"starter"', "line 1 of rounds.jsonl is not a round: remove it"),
+    ],
+    ids=["another version", "cut short", "other fields"],
+)
+def test_a_file_to_which_nothing_can_be_added_is_one_line(tmp_path, before, after, said):
+    file = tmp_path / "rounds.jsonl"
+    save_rounds(file, SEED, [1])
+    text = file.read_text()
+    file.write_text(text.replace(before, after))
+    ended = drill(tmp_path, *KILLS, "--rounds", "1", "--save", file.name)
+    assert ended.code == 1 and said in ended.stderr and ended.stderr.count("\n") == 1
+
+
 @pytest.mark.full
 def test_an_interrupt_ends_the_rounds_that_are_played(tmp_path):
     flags = ["--launchers", "spawn", "--faults", "stop", "--rounds", "4", "--jobs", "2"]
@@ -164,16 +228,23 @@ def processes_in(folder):
 
 @pytest.mark.full
 def test_rounds_end_right_and_the_table_tells(tmp_path):
-    """A checkpoint that is damaged after a kill, and an exception."""
+    """A checkpoint that is damaged after a kill, and an exception; then all of it from the file."""
     page = tmp_path / "page.md"
     page.write_text(
         "before\n<!-- begin of what the drill has written -->\nold\n<!-- end -->\nafter"
     )
     faults = ["--launchers", "spawn", "--faults", "flip", "exception"]
-    ended = drill(tmp_path, *faults, "--rounds", "2", "--jobs", "2", "--markdown", page)
+    flags = [*faults, "--rounds", "2", "--jobs", "2", "--save", tmp_path / "rounds.jsonl"]
+    ended = drill(tmp_path, *flags, "--markdown", page)
     assert ended.code == 0, ended.stdout + ended.stderr
     rows = [line for line in ended.stdout.splitlines() if line.startswith(("| flip", "| exc"))]
-    assert len(rows) == 2 and all("1 resumed" in row for row in rows), ended.stdout
+    assert len(rows) == 4 and all("1 resumed" in row for row in rows[:2]), ended.stdout
+    again = drill(tmp_path, *flags).stdout
+    assert "round 1" in ended.stdout and "round 1" not in again and rows[0] in again
+    exception, flip = (played.cost for played in saved.load(tmp_path / "rounds.jsonl"))
+    assert exception.steps == 23  # rank 1 raises at the end of an epoch that is not saved yet
+    assert flip.steps >= 23  # the damaged checkpoint was of an epoch
+    assert all(0 < cost.ended < cost.resumed + 60 for cost in (exception, flip))
     assert set(rows) < set(page.read_text().splitlines())
     assert page.read_text().startswith("before") and page.read_text().endswith("after")
     assert "old" not in page.read_text()
