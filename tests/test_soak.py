@@ -14,8 +14,8 @@ MARKS = "<!-- begin of what the soak has written -->", "<!-- end of the soak -->
 
 
 def soak(folder, *flags, seed=389):
-    """Run three epochs with two faults: SIGTERM under torchrun, then to the parent of --nproc."""
-    rare = ["--epochs", "3", "--every", "3", "--faults", "2", "--seed", str(seed)]
+    """Run thirty epochs with two faults: SIGTERM under torchrun, then to the parent of --nproc."""
+    rare = ["--epochs", "30", "--every", "3", "--faults", "2", "--seed", str(seed)]
     return run(sys.executable, SOAK, *rare, *flags, "--", *SMALL, cwd=folder, timeout=400)
 
 
