@@ -26,7 +26,7 @@ def load(path: Path) -> list[Played]:
 
     Exit with an error in one line if they are of another version of the package.
     """
-    rounds = []
+    rounds, own = [], package_hash()
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -35,10 +35,10 @@ def load(path: Path) -> list[Played]:
             rounds.append(Played(plan=Plan(**plan), cost=Cost(**cost), **row))
         except (ValueError, KeyError, TypeError, AttributeError):
             sys.exit(f"error: line {number} of {path} is not a round: remove it")
-        if package != package_hash():
+        if package != own:
             sys.exit(
-                f"error: {path} has rounds of the package {package}, but this package is "
-                f"{package_hash()}: give --save another file"
+                f"error: {path} has rounds of the package {package}, but this package is {own}: "
+                "give --save another file"
             )
     return rounds
 

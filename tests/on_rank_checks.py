@@ -65,7 +65,7 @@ def text_of(error):
 
 
 def check_a_fork_is_refused_although_nothing_has_been_called_before():
-    """It is the first check: a group that other code opened is not on record until a fork."""
+    """It is the first check: ddp_ref has no record yet of a group that other code opened."""
     started = time.monotonic()
     if child := os.fork():
         _, status = os.waitpid(child, 0)
