@@ -1,11 +1,12 @@
 """Bring the outputs of all ranks to rank 0 in data-set order, and evaluate each item once.
 
-Two ranks run on the CPU. The gather moves 64 MiB of float32 outputs, in batches of 2 MiB per rank.
-Its baseline is a bare all-reduce of as many bytes. `Handler.predict` brings the outputs to rank 0
-only, and in order; the other functions bring them to all ranks. The evaluation runs a small model
-over 20,001 items, which two ranks cannot share evenly. Its baseline is a hand-written loop over
-each rank's own items, with one all-reduce at the end. The benchmark fails unless all of them give
-the same loss and the same outputs.
+Two ranks run on the CPU. In the gather, each rank has 32 MiB of float32 outputs, in batches of
+2 MiB. The baseline is an all-reduce of a tensor of 64 MiB, and GB/s counts these 64 MiB in every
+row. `Handler` is the gather inside `predict`, without the model: it brings the outputs to rank 0
+only, in order. The other functions bring them to all ranks, accelerate's in another order. The
+evaluation runs a small model over 20,001 items, which two ranks cannot share evenly. Its baseline
+is a hand-written loop over each rank's own items, with one all-reduce at the end. The benchmark
+fails unless all of them give the same outputs, apart from their order, and the same loss.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,8 @@ def measure(rounds: int) -> list[Table]:
     gather = compare(run_ranks(gather_times, rounds, nproc=RANKS)[0], REDUCE)
     evaluation = compare(run_ranks(evaluation_times, rounds, nproc=RANKS)[0], BY_HAND)
     ours = find(gather, OURS)
-    reached = goal(f"half the speed of an all-reduce: {1 / ours.ratio:.2f} of it", ours.at_most(2))
+    target = "at least half the speed of the all-reduce"
+    reached = goal(target, f"{1 / ours.ratio:.0%}", ours.at_most(2))
     return [
         Table("the gather of predict", gather, [reached], nbytes=BYTES),
         Table("validate", evaluation, []),

@@ -23,7 +23,8 @@ from ddp_ref import initialize_ddp, run_ranks
 
 ROUNDS, RANKS, STEPS = 20, 2, 3
 WIDTH, LAYERS, BATCH, ACCUMULATE = 1600, 4, 16, 4
-DEFAULT, EACH = "DDP's defaults (25 MiB)", "an all-reduce a batch"
+DEFAULT, EACH = "DDP's defaults (25 MiB)", "one all-reduce per batch"
+ONCE = "one all-reduce per step (no_sync)"
 KNOBS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
     DEFAULT + AGAIN: {},
@@ -53,7 +54,7 @@ def times_on_rank(rounds: int) -> list[dict[str, list[float]]]:
     found = [side_by_side(one, rounds)]
     check_equal(knobs, make_model())
     del one, knobs
-    every = {EACH: 1, EACH + AGAIN: 1, "one, the others under no_sync": ACCUMULATE}
+    every = {EACH: 1, EACH + AGAIN: 1, ONCE: ACCUMULATE}
     models = {name: DDP(make_model()) for name in every}
     ways = {name: timed(stepping(models[name], batches, n)) for name, n in every.items()}
     found.append(side_by_side(ways, rounds))

@@ -2,7 +2,8 @@
 
 The jobs are whole commands, from start to exit. The bare job opens and closes a group of two ranks
 under torchrun. The scripts also read the digits with scikit-learn, and train and test for one
-epoch. An import is timed inside a new process, and `import ddp_ref` is timed after torch's.
+epoch. The imports are timed inside a new process. The noise of torch's own import is larger than
+what `ddp_ref` adds, so the goal looks at the time of `import ddp_ref` alone, after torch's.
 """
 
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,17 +27,21 @@ FOLDER = "{folder}"
 FLAGS = ["--epochs=1", f"--checkpoint={FOLDER}/checkpoint.pt"]
 CONFIG = ["--config=scripts/configs/digits.yaml", "--set", "training.num_epochs=1"]
 CONFIG += [f"training.path={FOLDER}"]
-BARE, TORCH, OURS = "torchrun bare.py", "import torch", "import ddp_ref, after torch"
+BARE, TORCH, OURS = "torchrun bare.py", "import torch", "import torch, then ddp_ref"
 MOST_MS = 50
 
 
 def measure(rounds: int) -> list[Table]:
     jobs = compare(side_by_side(job_ways(), rounds), BARE)
-    times = side_by_side(import_ways(), rounds)
-    above, low, high = middle(1000 * np.array(times[OURS]))
-    text = f"import ddp_ref takes {above:.0f} ms more ({low:.0f} to {high:.0f}), of {MOST_MS} ms"
-    reached = goal(text, None if low < MOST_MS <= high else above < MOST_MS)
-    return [Table("a job", jobs, []), Table("an import", compare(times, TORCH), [reached])]
+    added: list[float] = []
+    imports = compare(side_by_side(import_ways(added), rounds), TORCH)
+    own, low, high = middle(1000 * np.array(added))
+    reached = goal(
+        f"import ddp_ref takes at most {MOST_MS} ms, after torch's import",
+        f"{own:.0f} ms, {low:.0f} to {high:.0f}",
+        None if low < MOST_MS <= high else own < MOST_MS,
+    )
+    return [Table("a job", jobs, []), Table("an import", imports, [reached])]
 
 
 def job_ways() -> dict[str, Callable[[], float]]:
@@ -52,9 +58,18 @@ def job_ways() -> dict[str, Callable[[], float]]:
     }
 
 
-def import_ways() -> dict[str, Callable[[], float]]:
-    torch = importing("torch")
-    return {TORCH: torch, TORCH + AGAIN: torch, OURS: importing("ddp_ref", first="import torch")}
+def import_ways(added: list[float]) -> dict[str, Callable[[], float]]:
+    """Return the ways; the last one puts the seconds of `import ddp_ref` alone into `added`."""
+
+    def torch() -> float:
+        return sum(import_times("torch"))
+
+    def both() -> float:
+        first, second = import_times("torch", "ddp_ref")
+        added.append(second)
+        return first + second
+
+    return {TORCH: torch, TORCH + AGAIN: torch, OURS: both}
 
 
 def command(*words: str) -> Callable[[], float]:
@@ -68,11 +83,13 @@ def command(*words: str) -> Callable[[], float]:
     return way
 
 
-def importing(name: str, first: str = "import time") -> Callable[[], float]:
-    """Return the way that imports `name` in a new process, which has done `first`."""
-    lines = [first, "import time", "start = time.perf_counter()", f"import {name}"]
-    lines.append("print(time.perf_counter() - start)")
-    return lambda: float(output_of(PYTHON, "-c", "; ".join(lines)))
+def import_times(*modules: str) -> list[float]:
+    """Return the seconds that each import takes in a new process, one after the other."""
+    lines = ["import time", "times = [time.perf_counter()]"]
+    for module in modules:
+        lines += [f"import {module}", "times.append(time.perf_counter())"]
+    times = output_of(PYTHON, "-c", "; ".join([*lines, "print(*times)"])).split()
+    return [float(end) - float(start) for start, end in pairwise(times)]
 
 
 def output_of(*words: str) -> str:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # it is loaded to draw: mp.spawn's processes, which are timed
     from matplotlib.axes import Axes
 
 PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are told
-VERDICTS = {True: "reached", False: "missed", None: "not known: too much noise"}
-UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+VERDICTS = {True: "reached", False: "missed", None: "too much noise to tell"}
+UNITS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
 WIDE = 4.0  # times the base: from there on the figure's axis is logarithmic
 
 
@@ -35,9 +35,9 @@ class Table:
         return control(self.rows).name.removesuffix(AGAIN)
 
 
-def goal(text: str, reached: bool | None) -> str:
-    """Return a line of a goal and whether it was reached; None where noise hides it."""
-    return f"{text} ({VERDICTS[reached]})"
+def goal(target: str, measured: str, reached: bool | None) -> str:
+    """Return a line about a goal; `reached` is None if the noise hides whether it was reached."""
+    return f"Goal: {target}. Measured: {measured} ({VERDICTS[reached]})."
 
 
 def markdown(table: Table) -> str:

@@ -78,6 +78,17 @@ def waiter_dies(how: str, worker: str) -> None:
     report(on_rank(int(worker))(lambda: time.sleep(1.5)))
 
 
+def dies_early(dying: str, calls: str) -> None:
+    """A rank ends between two calls, of which the first may be missing."""
+    for _ in range(int(calls)):
+        on_rank(0)(int)()
+    if int(dying) == RANK:
+        die("exit")
+    time.sleep(1.5)  # so it is gone
+    report(on_rank(0, max_wait=timedelta(seconds=4))(int))
+    os._exit(0)  # closing a group may wait for the rank that has gone
+
+
 def interrupted(worker: str) -> None:
     """Ctrl-C comes to all, from outside, and nobody catches it."""
     if int(worker) != RANK:

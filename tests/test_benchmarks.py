@@ -5,7 +5,9 @@ import importlib
 import re
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from threading import Condition, Thread
 
 import bench
 import gpu_report
@@ -13,6 +15,7 @@ import growth
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from harness import ROOT, run
 from page import around_marks
 from side_by_side import AGAIN, compare, side_by_side, spread
@@ -79,7 +82,7 @@ def test_a_table_shows_times_speeds_and_ratios():
     [
         (1.001, 1.015, 1.1, "reached"),
         (1.001, 1.03, 1.02, "missed"),
-        (1.03, 1.01, 1.1, "not known"),
+        (1.03, 1.01, 1.1, "too much noise"),
         (1.03, 1.2, 1.1, "missed"),
     ],
 )
@@ -94,7 +97,7 @@ def test_noise_reaches_no_goal(control, ours, peer, verdict):
 def test_a_mean_whose_interval_reaches_too_far_reaches_no_goal():
     times = {RAW: [1.0] * 9, RAW + AGAIN: [1.001] * 9, OURS: [1.0] * 5 + [1.1] * 4}
     (near,) = against_raw(compare(times, RAW))
-    assert "+4.3% (not known" in near
+    assert "+4.3% (too much noise" in near
 
 
 def test_ways_take_turns_of_ten_steps():
@@ -175,17 +178,65 @@ def test_growth_is_measured_and_written(tmp_path):
     ended = run(sys.executable, script, "--ranks", "2", "3", "--markdown", page, cwd=tmp_path)
     assert ended.code == 0, ended.stderr
     rows = [line.split("|")[1].strip() for line in page.read_text().splitlines() if "|" in line]
-    assert rows[2:] == [*growth.NAMES, "memory of a rank", "sockets of a rank"]
+    names = list(growth.NAMES)
+    assert rows == [
+        *("the busiest rank", "---", *names, "memory", "sockets"),
+        *("all ranks on these cores", "---", *names),
+    ]
+    assert "<svg" in (tmp_path / growth.FIGURE).read_text()
 
 
 def test_the_growth_of_a_cost_is_an_exponent():
     worlds = [
-        growth.Costs(ranks, dict.fromkeys(growth.NAMES, ranks / 1000), ranks**2, ranks)
-        for ranks in (2, 4, 8)
+        growth.Costs(n, dict.fromkeys(growth.NAMES, growth.Cost(n / 1000, n**2 / 1e6)), 250, 2 * n)
+        for n in (10, 100)
     ]
-    lines = growth.table(worlds).splitlines()
-    assert lines[2].startswith("| open a group | 2 ms | 4 ms | 8 ms | 1.0 |")
-    assert lines[-2] == "| memory of a rank | 4 MiB | 16 MiB | 64 MiB | 2.0 |"
+    lines = growth.tables(worlds).splitlines()
+    assert "| on_rank | 100 µs | 10 ms | 2.0 | 100 ms | 1 s |" in lines
+    assert "| open the groups | 100 µs | 10 ms | 2.0 | 1 s | 1.67 min |" in lines
+    assert "| memory | 250 MiB | 250 MiB | 0.0 |  |  |" in lines
+    assert "| on_rank | 10 ms | 100 ms | 1.0 |" in lines
+
+
+def test_gloo_reads_the_address_of_every_rank_on_every_rank():
+    """docs/growth.md: two requests for each pair of ranks, and 154 + 8 N bytes in each address."""
+    ranks, store = 6, CountingStore()
+    timeout = timedelta(seconds=60)
+    groups = [
+        Thread(target=dist.ProcessGroupGloo, args=(store, rank, ranks, timeout))
+        for rank in range(ranks)
+    ]
+    for group in groups:
+        group.start()
+    for group in groups:
+        group.join()
+    assert store.reads == 2 * ranks**2
+    assert [len(address) for address in store.addresses.values()] == [154 + 8 * ranks] * ranks
+
+
+class CountingStore(dist.Store):
+    """What gloo needs of a store, and how often it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: dict[str, bytes] = {}
+        self.reads = 0
+        self.changed = Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self.changed:
+            self.addresses[key] = bytes(value)
+            self.changed.notify_all()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        with self.changed:
+            self.reads += 1
+            assert self.changed.wait_for(lambda: set(keys) <= set(self.addresses), 60)
+
+    def get(self, key: str) -> bytes:
+        with self.changed:
+            self.reads += 1
+            return self.addresses[key]
 
 
 @pytest.mark.full

@@ -19,9 +19,9 @@ ENDS = {"SIGKILL": -signal.SIGKILL, "exit": 9}
 
 
 @contextmanager
-def ranks(world: int, folder: Path, *arguments: object) -> Iterator[list[Running]]:
+def ranks(world: int, folder: Path, *arguments: object, **env: object) -> Iterator[list[Running]]:
     """Start the ranks one by one, under no launcher: torchrun would end all as soon as one ends."""
-    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | env
     with ExitStack() as stack:
         started = []
         for rank in range(world):
@@ -96,6 +96,19 @@ def test_a_waiting_rank_that_ends_is_named_by_the_one_that_works(world, worker, 
     if how == "SIGINT":  # felt at once, and not when the work ended
         (interrupt,) = seen(tmp_path, gone)
         assert interrupt["type"] == "KeyboardInterrupt" and interrupt["at"] < error["at"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("calls", [0, 1])
+def test_with_lazy_connections_the_first_call_makes_deaths_known(calls, tmp_path):
+    """docs/growth.md tells large jobs to make it. Of 8 ranks, 0 and 3 have not met before."""
+    with ranks(8, tmp_path, "dies_early", 3, calls, TORCH_GLOO_LAZY_INIT=1) as started:
+        codes = [rank.wait().code for rank in started]
+    assert codes == [9 if rank == 3 else 0 for rank in range(8)]
+    errors = [error for rank in (1, 2, 4, 5, 6, 7) for error in seen(tmp_path, rank)]
+    assert {error["type"] for error in errors} == {"RuntimeError" if calls else "TimeoutError"}
+    named = "rank 3 died or left" if calls else "has not ended within max_wait"
+    assert all(named in error["text"] for error in errors)
 
 
 @pytest.mark.parametrize(("world", "worker"), cross([(3, 0)], EVERY))

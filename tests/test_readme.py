@@ -44,6 +44,16 @@ def test_make_targets_exist(tmp_path):
         assert result.code == 0, result.stderr
 
 
+def test_a_clone_is_small(tmp_path):
+    """No file is above 1 MiB: a picture or a stored output that large belongs to a build."""
+    listed = run("git", "-C", ROOT, "ls-files", "-z", cwd=tmp_path)
+    if listed.code:
+        pytest.skip(f"not a checkout: {listed.stderr}")
+    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0")[:-1]}
+    assert {name: size for name, size in sizes.items() if size > 2**20} == {}
+    assert sum(sizes.values()) < 8 * 2**20
+
+
 TARGET = re.compile(r"^\| `make ([a-z-]+)` \| (.+) \|$", re.MULTILINE)
 STRICT = "src/ddp_ref/[!h]*.py"  # make shows the files
 
