@@ -4,8 +4,8 @@ python benchmarks/growth.py                                   2 to 64 ranks, on 
 python benchmarks/growth.py --ranks 2 8 --markdown docs/growth.md
 
 All ranks run on this machine and share its cores, so a time is what all ranks need together. On a
-cluster each rank has cores of its own. There, what counts is the processor time of the busiest
-rank, which this measures as well.
+cluster each rank has cores of its own. There, what counts is the CPU time of the busiest rank,
+which this measures as well.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from page import machine, put_between
+from page import around_marks, machine, put_between
 from tables import duration
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -39,6 +39,8 @@ from ddp_ref import (
     reduce_sum,
     run_ranks,
 )
+from ddp_ref.training.loss_and_metrics import RunningSums
+from ddp_ref.training.rank_sync import all_means
 
 RANKS = 2, 4, 8, 16, 32, 64
 PREDICTED = 1_000, 10_000
@@ -46,20 +48,17 @@ ROUNDS, CALLS = 5, 10
 HOST = "127.0.0.1"
 ITEMS, FEATURES = 4096, 1024  # of predict's output: 16 MiB
 WIDTH = 2048  # of a linear layer: a checkpoint of 16 MiB
-OPEN, LAZY = "open the groups", "open the groups, TORCH_GLOO_LAZY_INIT=1"
+LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
+OPEN, LAZY = "open the groups and call on_rank", f"the same with {LAZY_INIT}=1"
 BARRIER, ON_RANK, SHARED = "bare barrier", "on_rank", "on_rank(broadcast=True)"
 REDUCE, GATHER = "reduce_sum of one number", "gather_objects, 100 bytes each"
+SUMMARY = "Handler's summary, every ten steps"
 PREDICT, SAVE, LOAD = "predict, 16 MiB in all", "save, 16 MiB", "load, 16 MiB"
-NAMES = OPEN, LAZY, BARRIER, ON_RANK, SHARED, REDUCE, GATHER, PREDICT, SAVE, LOAD
-# The busiest rank's work grows with this power of the number of ranks. The rows that are missing
-# here move the same bytes whatever the number of ranks, so they are not extrapolated.
-POWERS = {OPEN: 2, LAZY: 1, ON_RANK: 1, SHARED: 1, REDUCE: 1, GATHER: 1}
+NAMES = OPEN, LAZY, BARRIER, ON_RANK, SHARED, REDUCE, GATHER, SUMMARY, PREDICT, SAVE, LOAD
+# With which power of the number of ranks the work of the busiest rank grows. Of the rows that are
+# missing here, the most part are bytes whose number does not grow.
+POWERS = {OPEN: 2, LAZY: 1, ON_RANK: 1, SHARED: 1, REDUCE: 1, GATHER: 1, SUMMARY: 1}
 FIGURE = Path("figures", "growth.svg")
-IMAGE = (
-    "![Processor time of the busiest rank against the number of ranks, measured up to 64 ranks and "
-    "predicted up to 10,000. Opening the groups grows with the square of the number of ranks, and "
-    f"everything else linearly. The table below has the numbers.]({FIGURE.as_posix()})"
-)
 MARKS = "<!-- begin of what growth.py has written -->", "<!-- end -->"
 
 
@@ -67,7 +66,7 @@ class Cost(NamedTuple):
     """What one call costs on one rank, in seconds."""
 
     elapsed: float
-    processor: float  # of all threads of the process
+    cpu: float  # of all threads of the process
 
 
 class Costs(NamedTuple):
@@ -80,25 +79,46 @@ class Costs(NamedTuple):
 
 
 def main() -> None:
+    args = parse()
+    worlds = []
+    for ranks in args.ranks:
+        worlds.append(measure(ranks))
+        print(f"{ranks} ranks: done", flush=True)
+    print(f"\n{tables(worlds)}")
+    if args.markdown:
+        draw(worlds, args.markdown.parent / FIGURE)
+        about = f"`benchmarks/growth.py` on {machine(['torch'])}."
+        put_between(args.markdown, *MARKS, f"{image(worlds)}\n\n{tables(worlds)}\n\n{about}")
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="the worlds' sizes")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables there too")
     args = parser.parse_args()
-    worlds = []
-    for ranks in args.ranks:
-        with TemporaryDirectory() as folder:
-            every = run_ranks(costs_on_rank, folder, free_port(), nproc=ranks)
-        with patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}):
-            lazy = run_ranks(cost_of_opening, free_port(), nproc=ranks)
-        worlds.append(largest(every, lazy))
-        print(f"{ranks} ranks: done", flush=True)
-    print(f"\n{tables(worlds)}")
-    if args.markdown:
-        draw(worlds, args.markdown.parent / FIGURE)
-        told = f"`benchmarks/growth.py` on {machine(['torch'])}."
-        put_between(args.markdown, *MARKS, f"{IMAGE}\n\n{tables(worlds)}\n\n{told}")
+    if list(args.ranks) != sorted(set(args.ranks)) or min(args.ranks) < 2:
+        parser.error(f"--ranks must be ascending, from 2 on, not {args.ranks}")
+    try:  # now, and not when all has been measured
+        if args.markdown:
+            around_marks(args.markdown, *MARKS)
+    except (OSError, ValueError) as error:
+        parser.error(f"--markdown: {error}")
+    return args
+
+
+def measure(ranks: int) -> Costs:
+    """Return the costs of a world, for each the rank that has the most of it."""
+    with TemporaryDirectory() as folder:
+        every = run_ranks(costs_on_rank, folder, free_port(), nproc=ranks)
+    for name, lazy in ((OPEN, "0"), (LAZY, "1")):
+        with patch.dict(os.environ, {LAZY_INIT: lazy}):
+            openings = run_ranks(cost_of_opening, free_port(), nproc=ranks)
+        for own, opening in zip(every, openings, strict=True):
+            own.each[name] = opening
+    most = {n: Cost(*map(max, zip(*(own.each[n] for own in every), strict=True))) for n in NAMES}
+    return Costs(ranks, most, *map(max, zip(*(own[2:] for own in every), strict=True)))
 
 
 def free_port() -> int:
@@ -111,7 +131,7 @@ def costs_on_rank(folder: str, port: int) -> Costs:
     torch.set_num_threads(1)
     info = open_groups(port)
     saved, small = handler_of(WIDTH, WIDTH), handler_of(1, FEATURES)
-    data = TensorDataset(torch.zeros(ITEMS, 1))
+    data, sums = TensorDataset(torch.zeros(ITEMS, 1)), RunningSums(["loss"], info.device)
     path = Path(folder) / "checkpoint.pt"
     works: dict[str, Callable[[], object]] = {
         BARRIER: dist.barrier,
@@ -119,52 +139,21 @@ def costs_on_rank(folder: str, port: int) -> Costs:
         SHARED: on_rank(0, broadcast=True)(int),
         REDUCE: lambda: reduce_sum({"x": 1.0}),
         GATHER: lambda: gather_objects(b"x" * 100),
+        SUMMARY: lambda: all_means(sums, info.device, distributed=True),
         PREDICT: lambda: small.predict(data, batch_size=ITEMS // info.world_size),
         SAVE: lambda: saved.save(path),
         LOAD: lambda: saved.load(path),
     }
     each = {}
     for name, work in works.items():
-        calls = 1 if name in (PREDICT, SAVE, LOAD) else CALLS
-        each[name] = middle([together(work, calls) for _ in range(1 + ROUNDS)][1:])
+        rounds = []
+        for _ in range(1 + ROUNDS):
+            dist.barrier()
+            rounds.append(cost(work, calls=1 if name in (PREDICT, SAVE, LOAD) else CALLS))
+        each[name] = medians(rounds[1:])
     process = psutil.Process()
     memory = process.memory_full_info().uss / 2**20
-    sockets = len(process.net_connections())
-    each[OPEN] = cost_of_opening(port)
-    return Costs(info.world_size, each, memory, sockets)
-
-
-def cost_of_opening(port: int) -> Cost:
-    """Open and close the groups several times; return what the opening costs on this rank."""
-    open_groups(port)
-    rounds = []
-    for _ in range(ROUNDS):
-        dist.barrier()
-        cleanup_ddp()
-        rounds.append(measured(lambda: open_groups(port)))
-    return middle(rounds)
-
-
-def open_groups(port: int) -> DistInfo:
-    """Open the groups with a store on rank 0; that of run_ranks is in the parent process."""
-    return initialize_ddp(master_addr=HOST, master_port=port)
-
-
-def together(work: Callable[[], object], calls: int) -> Cost:
-    """Return what a call costs on this rank if all ranks begin at once."""
-    dist.barrier()
-    return measured(work, calls)
-
-
-def measured(work: Callable[[], object], calls: int = 1) -> Cost:
-    elapsed, processor = perf_counter(), process_time()
-    for _ in range(calls):
-        work()
-    return Cost((perf_counter() - elapsed) / calls, (process_time() - processor) / calls)
-
-
-def middle(rounds: Sequence[Cost]) -> Cost:
-    return Cost(*map(median, zip(*rounds, strict=True)))
+    return Costs(info.world_size, each, memory, len(process.net_connections()))
 
 
 def handler_of(inputs: int, outputs: int) -> Handler:
@@ -172,49 +161,85 @@ def handler_of(inputs: int, outputs: int) -> Handler:
     return Handler(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
 
 
-def largest(every: Sequence[Costs], lazy: Sequence[Cost]) -> Costs:
-    """Return the costs of the rank that has the most of each."""
-    costs = {name: [own.each[name] for own in every] for name in every[0].each} | {LAZY: lazy}
-    each = {name: Cost(*map(max, zip(*costs[name], strict=True))) for name in NAMES}
-    most = max(own.memory for own in every), max(own.sockets for own in every)
-    return Costs(len(every), each, *most)
+def cost_of_opening(port: int) -> Cost:
+    """Open and close the groups several times; return what the opening costs on this rank.
+
+    A call of on_rank belongs to it, because lazy connections are made only then.
+    """
+    master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    meeting_point = dist.TCPStore(*master, wait_for_workers=False)  # that of run_ranks
+    rounds = []
+    for number in range(1 + ROUNDS):
+        meet(meeting_point, f"round {number}")
+        rounds.append(cost(lambda: (open_groups(port), on_rank(0)(int)())))
+        cleanup_ddp()
+    return medians(rounds[1:])
+
+
+def meet(store: dist.Store, name: str) -> None:
+    """Wait until all ranks are here, without a group."""
+    if store.add(f"{name}, arrived", 1) == int(os.environ["WORLD_SIZE"]):
+        store.set(name, "all are here")
+    store.wait([name])
+
+
+def open_groups(port: int) -> DistInfo:
+    """Open the groups with a store on rank 0; that of run_ranks is in the parent process."""
+    return initialize_ddp(master_addr=HOST, master_port=port)
+
+
+def cost(work: Callable[[], object], calls: int = 1) -> Cost:
+    elapsed, cpu = perf_counter(), process_time()
+    for _ in range(calls):
+        work()
+    return Cost((perf_counter() - elapsed) / calls, (process_time() - cpu) / calls)
+
+
+def medians(rounds: Sequence[Cost]) -> Cost:
+    return Cost(*map(median, zip(*rounds, strict=True)))
 
 
 def tables(worlds: Sequence[Costs]) -> str:
     """Return in Markdown what the busiest rank does, and how long all ranks take together."""
     head = [*(f"{world.ranks} ranks" for world in worlds), "exponent"]
-    work = [["the busiest rank", *head, *(f"{ranks:,} ranks" for ranks in PREDICTED)]]
-    time = [["all ranks on these cores", *head]]
+    busiest = [["the busiest rank", *head, *(f"{ranks:,} ranks" for ranks in PREDICTED)]]
+    together = [["all ranks on these cores", *head]]
     for name in NAMES:
-        processor = [world.each[name].processor for world in worlds]
+        cpu = [world.each[name].cpu for world in worlds]
+        later = [duration(cpu_at(n, name, worlds)) if name in POWERS else "" for n in PREDICTED]
+        busiest.append([name, *map(duration, cpu), exponent(worlds, cpu), *later])
         elapsed = [world.each[name].elapsed for world in worlds]
-        later = [duration(at(ranks, name, worlds)) if name in POWERS else "" for ranks in PREDICTED]
-        work.append([name, *map(duration, processor), exponent(worlds, processor), *later])
-        time.append([name, *map(duration, elapsed), exponent(worlds, elapsed)])
-    memory, sockets = [world.memory for world in worlds], [world.sockets for world in worlds]
-    work.append(["memory", *(f"{mib:.0f} MiB" for mib in memory), exponent(worlds, memory), "", ""])
+        together.append([name, *map(duration, elapsed), exponent(worlds, elapsed)])
+    memory = [world.memory for world in worlds]
+    busiest.append(
+        ["memory", *(f"{mib:.0f} MiB" for mib in memory), exponent(worlds, memory), "", ""]
+    )
+    sockets = [world.sockets for world in worlds]
     later = [f"{sockets_at(ranks):,}" for ranks in PREDICTED]
-    work.append(["sockets", *map(str, sockets), exponent(worlds, sockets), *later])
-    return f"{markdown(work)}\n\n{markdown(time)}"
+    busiest.append(["sockets", *map(str, sockets), exponent(worlds, sockets), *later])
+    return f"{markdown(busiest)}\n\n{markdown(together)}"
 
 
 def exponent(worlds: Sequence[Costs], values: Sequence[float]) -> str:
     """Return the power of the number of ranks with which the values grow: 1 is linear."""
-    first = max(len(worlds) - 3, 0)  # two neighbors would show the noise
     if len(worlds) < 2:
         return ""
-    more = worlds[-1].ranks / worlds[first].ranks
-    return f"{math.log(values[-1] / values[first]) / math.log(more):.1f}"
+    first = max(len(worlds) - 3, 0)  # two neighbors would show the noise
+    return f"{math.log(values[-1] / values[first], worlds[-1].ranks / worlds[first].ranks):.1f}"
 
 
-def at(ranks: int, name: str, worlds: Sequence[Costs]) -> float:
-    """Return the busiest rank's processor time in a world that is too large to measure here."""
-    return worlds[-1].each[name].processor * (ranks / worlds[-1].ranks) ** POWERS[name]
+def cpu_at(ranks: int, name: str, worlds: Sequence[Costs]) -> float:
+    """Return the busiest rank's CPU time in a world that is too large to measure here."""
+    return worlds[-1].each[name].cpu * (ranks / worlds[-1].ranks) ** POWERS[name]
 
 
 def sockets_at(ranks: int) -> int:
-    """Return the sockets of a rank: one to each other rank in both groups, and the store's."""
-    return 2 * (ranks - 1) + 3
+    """Return the sockets of rank 0.
+
+    It has one to each other rank in both groups, and as host of the store one more. The store
+    listens on one, and two connect rank 0 itself with it. Each group's device listens on one.
+    """
+    return 3 * (ranks - 1) + 5
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -222,25 +247,30 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def image(worlds: Sequence[Costs]) -> str:
+    measured = f"measured up to {worlds[-1].ranks} ranks and predicted up to {PREDICTED[-1]:,}"
+    text = f"CPU time of the busiest rank by number of ranks, {measured}. The table has the numbers"
+    return f"![{text}.]({FIGURE.as_posix()})"
+
+
 def draw(worlds: Sequence[Costs], path: Path) -> None:
-    """Draw the processor time of the busiest rank: measured with dots, predicted with dashes."""
+    """Draw the CPU time of the busiest rank: measured with dots, predicted with dashes."""
     from matplotlib.figure import Figure  # not above: the ranks load this module
 
     figure = Figure((8, 4.5), layout="constrained")
     axes = figure.subplots()
     for number, name in enumerate(POWERS):
-        measured = [world.each[name].processor for world in worlds]
+        measured = [world.each[name].cpu for world in worlds]
         axes.plot([world.ranks for world in worlds], measured, "o-", color=f"C{number}", label=name)
         sizes = worlds[-1].ranks, *PREDICTED
-        axes.plot(sizes, [at(ranks, name, worlds) for ranks in sizes], "--", color=f"C{number}")
+        axes.plot(sizes, [cpu_at(n, name, worlds) for n in sizes], "--", color=f"C{number}")
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter("{x:,g}")
-    axes.set_yticks(
-        [1e-3, 1e-2, 1e-1, 1, 60, 3600], ["1 ms", "10 ms", "0.1 s", "1 s", "1 min", "1 h"]
-    )
+    ticks = {"1 ms": 1e-3, "10 ms": 1e-2, "0.1 s": 0.1, "1 s": 1, "1 min": 60, "1 h": 3600}
+    axes.set_yticks(list(ticks.values()), list(ticks))
     axes.set_xlabel("ranks")
-    axes.set_title("processor time of the busiest rank, per call", fontsize="medium", loc="left")
+    axes.set_title("CPU time of the busiest rank for one call", fontsize="medium", loc="left")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize="small")
     path.parent.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # it is loaded to draw: mp.spawn's processes, which are timed
 
 PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are told
 VERDICTS = {True: "reached", False: "missed", None: "too much noise to tell"}
-UNITS = {"min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
+UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
 WIDE = 4.0  # times the base: from there on the figure's axis is logarithmic
 
 
@@ -63,7 +63,8 @@ def number(ratio: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds in the unit that suits them."""
-    unit, factor = next((u, f) for u, f in UNITS.items() if seconds >= f or u == "µs")
+    # 0.9996 ms is written as 1 ms, not as 1e+03 µs.
+    unit, factor = next((u, f) for u, f in UNITS.items() if seconds >= 0.9995 * f or u == "µs")
     return f"{seconds / factor:.3g} {unit}"
 
 

@@ -86,6 +86,7 @@ def dies_early(dying: str, calls: str) -> None:
         die("exit")
     time.sleep(1.5)  # so it is gone
     report(on_rank(0, max_wait=timedelta(seconds=4))(int))
+    time.sleep(2)  # a rank that leaves is a death for those that still wait
     os._exit(0)  # closing a group may wait for the rank that has gone
 
 

@@ -277,6 +277,14 @@ def check_ranks_in_different_calls_get_an_error():
     usable()
 
 
+def check_ranks_that_agree_add_their_call_to_the_store_once():
+    """Each waiting rank reads the list every second: with N lines, N ranks would read N²."""
+    on_rank(0)(time.sleep)(1)
+    opened = open_group()
+    lines = opened.store.get(f"ddp_ref/waiting/{opened.calls[False]}").decode().splitlines()
+    assert len(lines) == 1 and " time.sleep on rank 0 (call " in lines[0], lines
+
+
 def check_calls_of_one_name_at_different_lines_are_different_calls():
     first = on_rank(0, broadcast=True)(lambda: "first")
     second = on_rank(0, broadcast=True)(lambda: "second")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -573,6 +574,38 @@ def test_a_step_that_opens_the_group_too_late_closes_it():
     rendezvous.given_up.set()
     with no_group_left(), pytest.raises(RendezvousError, match="the main thread has raised"):
         _open_groups(rendezvous, CPU)
+
+
+class CountingStore:
+    """A store that counts the values that it gives."""
+
+    def __init__(self):
+        self.store, self.values = dist.HashStore(), 0
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def multi_get(self, keys):
+        self.values += len(keys)
+        return self.store.multi_get(keys)
+
+
+def test_the_reports_of_all_ranks_are_few_values_for_the_store():
+    """If each rank read the report of every other rank, the store would give N² values."""
+    ranks, store = 8, CountingStore()
+
+    def exchange(rank):
+        launch = LaunchInfo(
+            launcher="arguments", rank=rank, world_size=ranks, local_world_size=1, reason=""
+        )
+        rendezvous = Rendezvous(launch, timedelta(seconds=30))
+        rendezvous.store = store
+        return rendezvous.run("arrive", lambda: rendezvous.exchange(f"report {rank}"))
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(exchange, range(ranks)))
+    assert found == [[f"report {rank}" for rank in range(ranks)]] * ranks
+    assert store.values == 2 * ranks
 
 
 def test_a_number_of_restarts_that_is_none_is_named(monkeypatch):

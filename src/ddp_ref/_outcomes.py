@@ -181,13 +181,16 @@ class Call(AbstractContextManager[Any, None]):
         """Compare calls through the store until the wait is over.
 
         Ranks that wait for different executing ranks never exchange a message. So after some
-        seconds each rank adds its call to lists in the store, and reads what the others added.
+        seconds each rank adds its call to lists in the store, and reads what the others added. A
+        call that is already in a list is not added again, so the lists stay short.
         """
+        store, own = self.opened.store, f"{self.me} {self.text}\n"
         with suppress(Exception):  # not every store can append, and its host may be gone
             for key in self.keys:
-                self.opened.store.append(key, f"{self.me} {self.text}\n")
+                if f" {self.text}\n" not in store.compare_set(key, "", own).decode():
+                    store.append(key, own)
             while not self.over.wait(LOOK_EVERY):
-                for line in b"".join(map(self.opened.store.get, self.keys)).decode().splitlines():
+                for line in b"".join(map(store.get, self.keys)).decode().splitlines():
                     rank, _, text = line.partition(" ")
                     self.answers.put((int(rank), None, self._compare(int(rank), text)))
 
@@ -300,8 +303,7 @@ def add_note(error: BaseException, note: str) -> None:
         error.__dict__.setdefault("__notes__", []).append(note)  # Python 3.11 and later print it
         if not hasattr(error, "add_note"):
             cause = RemoteTraceback(note)
-            cause.__cause__ = error.__cause__
-            error.__cause__ = cause
+            cause.__cause__, error.__cause__ = error.__cause__, cause
 
 
 def _raise_first(errors: list[BaseException]) -> None:

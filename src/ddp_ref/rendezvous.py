@@ -116,23 +116,29 @@ class Rendezvous:
         keys = [f"{self._stage}/{rank}" for rank in range(self.launch.world_size)]
         self.store.set(keys[self.launch.rank], json.dumps(report))
         if self.launch.rank == 0:
-            self._wait_for(keys)
-            self.store.compare_set(self._stage, "", "[]")
-        self._wait_for([self._stage])
-        if missing := json.loads(self.store.get(self._stage)):
+            reports = list(map(json.loads, self._wait_for(keys)))
+            # All reports are in one value: with N keys to read, N ranks would read N² of them.
+            self.store.compare_set(self._stage, "", json.dumps([[], reports]))
+        missing, reports = json.loads(self._wait_for([self._stage])[0])
+        if missing:
             raise self._late(missing)
         # From here on, a rank is missing until it has read the decision, too.
         self._reports = f"{self._stage}, all seen"
         self.store.set(f"{self._reports}/{self.launch.rank}", "")
-        return [json.loads(text) for text in self.store.multi_get(keys)]
+        return list(reports)
 
-    def _wait_for(self, keys: list[str]) -> None:
-        """Wait until all `keys` are in the store, or until the main thread has given up."""
+    def _wait_for(self, keys: list[str]) -> Any:
+        """Return the values of `keys`, as bytes, once all of them are in the store.
+
+        Raises:
+            RendezvousError: If the main thread has given up.
+        """
         pause = 0.001
         while self.given_up.is_set() or not self.store.check(keys):
             if self.given_up.wait(pause):  # so this rank must not report success
                 raise RendezvousError("the main thread has raised")
             pause = min(2 * pause, 0.25)
+        return self.store.multi_get(keys)
 
     def _find_missing(self) -> list[int] | None:
         """Return the other ranks that are not as far as this one, and name them to all ranks.
@@ -150,7 +156,7 @@ class Rendezvous:
                 others = sorted(set(range(self.launch.world_size)) - {self.launch.rank})
                 missing = [rank for rank in others if not store.check([f"{self._reports}/{rank}"])]
                 if missing:
-                    store.set(self._stage, json.dumps(missing))
+                    store.set(self._stage, json.dumps([missing, []]))
                 answer.append(missing)
 
         start_thread(ask).join(GRACE)
