@@ -51,7 +51,7 @@ def main() -> None:
         interrupted = False
         try:
             for played in play_all(Job(args.script.resolve(), folder), plans, args.jobs):
-                rounds.append(replace(played, command=command(args)))
+                rounds.append(replace(played, command=command(args), jobs=args.jobs))
                 tell(rounds[-1], args.save)
         except KeyboardInterrupt:
             interrupted = True
@@ -152,7 +152,10 @@ def play_all(job: Job, plans: Sequence[Plan], at_a_time: int) -> Iterator[Played
 
 
 def command(args: argparse.Namespace) -> str:
-    """Return the line that draws these rounds again, but for their number."""
+    """Return the line that draws these rounds again, but for their number.
+
+    Without --jobs: what a round is does not depend on how many are played at a time.
+    """
     parts = [".venv/bin/python", "drill/drill.py", "--seed", str(args.seed)]
     if args.launchers != LAUNCHERS:
         parts += ["--launchers", *args.launchers]
@@ -164,11 +167,11 @@ def command(args: argparse.Namespace) -> str:
 
 
 def commands(args: argparse.Namespace, rounds: Sequence[Played]) -> list[str]:
-    """Return the lines that play these rounds again, one for each seed."""
+    """Return the lines that play these rounds again, one for each seed and --jobs."""
     if args.only is not None:
         return [f"{command(args)} --only {args.only}"]
-    counts = Counter(played.command for played in rounds)
-    return [f"{line} --rounds {count}" for line, count in counts.items()]
+    counts = Counter((played.command, played.jobs) for played in rounds)
+    return [f"{line} --rounds {n} --jobs {jobs}" for (line, jobs), n in counts.items()]
 
 
 def again(played: Played) -> str:

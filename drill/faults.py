@@ -5,14 +5,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
 from harness import Running, clean_environment
 from launchers import TIMEOUT, host_process, slurm_environment
 from moment import REACHED, STRUCK, put
-from plan import Plan
+from plan import EPOCHS, STEPS, Plan
+
+from ddp_ref.training import checkpoint
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -26,27 +28,34 @@ SIGNALS = {
 DISK = "2m"
 CHECKPOINT = 110_000  # bytes, about
 FILLER = "filler"
+LAST = checkpoint.NAME.format(EPOCHS * STEPS)  # once this checkpoint is there, training is over
+GONE = psutil.NoSuchProcess, ProcessLookupError, subprocess.CalledProcessError  # of scancel
 
 
-def strike(plan: Plan, running: Running, folder: Path, checkpoints: Path) -> None:
-    """Do what `plan` says to the rank that waits in `folder`, and let it go."""
+def strike(plan: Plan, running: Running, folder: Path, checkpoints: Path) -> bool:
+    """Do what `plan` says to the rank that waits in `folder`, and let it go.
+
+    Return whether the fault hit the training, which may be over before a delay is.
+    """
     rank = psutil.Process(int((folder / REACHED).read_text()))
     if plan.fault == "full disk":
         fill(checkpoints, free=int(plan.share * CHECKPOINT))
     if plan.fault not in SIGNALS:
         own = f"the drill's own on rank {plan.rank}"
         put(folder / STRUCK, own if plan.fault == "exception" else "")
-        return
+        return True
     if plan.delay:
         put(folder / STRUCK, "")
         time.sleep(plan.delay)
-    with suppress(psutil.NoSuchProcess, ProcessLookupError, subprocess.CalledProcessError):
-        # It may have been quicker than the delay.
+    over = (checkpoints / LAST).exists()  # then the rank, or the whole job, may be gone
+    with suppress(*GONE) if over else nullcontext():
         send(SIGNALS[plan.fault], plan, running, rank)
+        over = over or (checkpoints / LAST).exists()  # it was written just before the signal
         if plan.fault == "pause":
             time.sleep(plan.share * TIMEOUT / 3)
             rank.send_signal(signal.SIGCONT)
     put(folder / STRUCK, "")
+    return not over
 
 
 def send(number: signal.Signals, plan: Plan, running: Running, rank: psutil.Process) -> None:

@@ -3,12 +3,14 @@
 import subprocess
 import time
 from contextlib import suppress
+from statistics import median
 
 import psutil
 from harness import Running
 
-SAMPLE = 5  # seconds between two looks at the memory
+SAMPLE = 1  # seconds between two looks at the memory
 SETTLE = 60  # seconds in which a process may still grow: buffers, and code that is imported late
+WINDOW = 30  # seconds of training, whose median counts
 
 
 def ranks(running: Running) -> list[psutil.Process]:
@@ -25,16 +27,12 @@ class Memory:
         self.samples: dict[str, list[tuple[float, float]]] = {}  # seconds and MiB
 
     def watch(self, seconds: float) -> bool:
-        """Take samples for `seconds`, or until the job ends; return whether it still runs."""
-        end = time.monotonic() + seconds
-        while self.running.process.poll() is None:
-            with suppress(psutil.NoSuchProcess):
-                self.sample()
-            if (left := end - time.monotonic()) <= 0:
-                return True
-            with suppress(subprocess.TimeoutExpired):
-                self.running.process.wait(min(left, SAMPLE))
-        return False
+        """Take a sample, wait for `seconds` or until the job ends; return whether it still runs."""
+        with suppress(psutil.NoSuchProcess):
+            self.sample()
+        with suppress(subprocess.TimeoutExpired):
+            self.running.process.wait(seconds)
+        return self.running.process.poll() is None
 
     def sample(self) -> None:
         processes = [psutil.Process(self.running.process.pid), *ranks(self.running)]
@@ -47,8 +45,11 @@ class Memory:
 
 
 def growth(samples: list[tuple[float, float]]) -> float | None:
-    """Return the peak of the last minute less that of the first, None if there are not two."""
+    """Return how much more it is at the end than after a minute, None if it was too short.
+
+    A peak does not count, because both are the median of half a minute.
+    """
     settled, end = samples[0][0] + SETTLE, samples[-1][0]
-    early = max(mib for when, mib in samples if when <= settled)
-    late = [mib for when, mib in samples if when > max(settled, end - SETTLE)]
-    return max(late) - early if late else None
+    early = [mib for when, mib in samples if settled <= when < settled + WINDOW]
+    late = [mib for when, mib in samples if settled + WINDOW <= end - WINDOW < when]
+    return median(late) - median(early) if early and late else None

@@ -14,7 +14,7 @@ from ddp_ref.training.loop import TrainLoop
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
 PATIENCE = 60  # seconds, with the drill
 REACHED, STRUCK = Path("reached"), Path("struck")  # in the folder of the round, the job's own
-STEPS_TAKEN = Path("steps")  # there as well: a byte for each step that the rank has begun
+STEPS_TAKEN = Path("steps")  # there as well: a byte for each step that the rank has taken
 WRITING = checkpoint, "_check_readable"  # rank 0: the new file is there, under another name
 PLACES: dict[str, tuple[Any, str]] = {
     "start-up": (TrainerDDP, "__init__"),  # before the group is open
@@ -44,7 +44,7 @@ def arm() -> None:
             else:
                 wait_before(owner, name, nth=asked["nth"])
         if rank == asked["rank"]:
-            count_steps()  # last, so that it also counts the step before which the rank waits
+            count_steps()
         begin(self, rank, config)
 
     TrainerDDP.__init__ = begin_armed  # type: ignore[method-assign]
@@ -66,14 +66,14 @@ def wait_before(owner: Any, name: str, nth: int) -> None:
 
 
 def count_steps() -> None:
-    """Write a byte for each step that this rank begins; the next process of the rank adds to it."""
+    """Write a byte for each step that this rank takes; the next process of the rank adds to it."""
     take_step = TrainLoop._train_step
 
     @functools.wraps(take_step)
     def counted(self: TrainLoop, window: Any) -> None:
+        take_step(self, window)
         with STEPS_TAKEN.open("ab") as file:
             file.write(b".")
-        take_step(self, window)
 
     TrainLoop._train_step = counted  # type: ignore[method-assign]
 

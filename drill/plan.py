@@ -65,12 +65,20 @@ class Plan:
     def must_show(self) -> bool:
         """Whether the job cannot go on, or be started anew, without a word about the fault.
 
-        It can after a pause, where a delay may have outlived the rank, and where a disk gets full
-        once a checkpoint is there that makes another one superfluous: its place is free again.
+        It can after a pause, and where a disk gets full once a checkpoint is there that makes
+        another one superfluous: its place is free again.
         """
         if self.fault == "full disk":
             return self.place != "save" or self.nth <= KEEP
-        return self.fault != "pause" and not self.delay
+        return self.fault != "pause"
+
+    @property
+    def epochs_saved(self) -> int:
+        """How many epochs have ended with a checkpoint when the rank has come to its place.
+
+        This holds for both ranks: each waits in `on_rank` until rank 0 has written a checkpoint.
+        """
+        return (self.nth - 1) // (STEPS if self.place == "step" else 1)
 
     def __str__(self) -> str:
         nth = f" {self.nth}" if self.place in IN_TRAINING else ""

@@ -7,7 +7,7 @@ from statistics import median
 
 from page import machine, put_between
 from plan import FAULTS
-from rounds import WRONG, Played
+from rounds import TOO_LATE, WRONG, Played
 
 MARKS = "<!-- begin of what the drill has written -->", "<!-- end -->"
 TAIL = 40  # lines of what a failed round has written
@@ -31,7 +31,8 @@ def costs(rounds: Sequence[Played]) -> str:
     """Return a Markdown table: for each fault the median and the maximum of what it has cost."""
     lines = [["fault", "rounds", "job ended after", "training resumed after", "steps lost"]]
     for fault in FAULTS:
-        own = [p.cost for p in rounds if p.plan.fault == fault and p.outcome != WRONG]
+        hit = [p for p in rounds if p.outcome not in (WRONG, TOO_LATE)]
+        own = [p.cost for p in hit if p.plan.fault == fault]
         if own:
             ended, resumed = (cost.ended for cost in own), (cost.resumed for cost in own)
             steps = _median_and_maximum((cost.steps for cost in own), ".0f")
@@ -81,5 +82,8 @@ def write_markdown(path: Path, rounds: Sequence[Played], commands: Sequence[str]
     drawn = {played.plan.fault for played in rounds}
     missed = ", ".join(fault for fault in FAULTS if fault not in drawn)
     found = f"{summary(rounds)}." + (f" Not drawn: {missed}." if missed else "")
-    about = ",\n".join(f"`{command}`" for command in commands) + f"\non {machine(['torch'])}"
+    days = [played.day for played in rounds]
+    span = " to ".join(sorted({min(days), max(days)}))
+    where = machine(["torch"]).rpartition(", ")[0]  # it ends with today's date
+    about = ",\n".join(f"`{command}`" for command in commands) + f"\non {where}, {span}"
     put_between(path, *MARKS, "\n\n".join([about, found, table(rounds), costs(rounds)]))

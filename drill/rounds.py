@@ -3,14 +3,24 @@
 import json
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
-from faults import FILLER, damage, slurm, small_disk, strike
+from faults import FILLER, LAST, damage, slurm, small_disk, strike
 from harness import Result, Running
-from judge import Weights, Wrong, check_clear, check_equal, check_kept, check_no_crash
+from judge import (
+    Weights,
+    Wrong,
+    check_clear,
+    check_equal,
+    check_kept,
+    check_no_crash,
+    check_restart,
+    due,
+)
 from launchers import CHECKPOINTS, command, slurm_environment
 from moment import REACHED, STEPS_TAKEN, VARIABLE
 from plan import DAMAGES, EPOCHS, STEPS, Plan
@@ -20,6 +30,7 @@ from ddp_ref.training import checkpoint
 Line = list[str | Path]  # a command
 Moment = dict[str, int | str | None]  # the rank None is none
 WENT_ON, RESUMED, STARTED_OVER, WRONG = "went on", "resumed", "started over", "WRONG"
+TOO_LATE = "ended before the fault"  # so that the round shows nothing
 PASSED_OVER = "trying the one before it"  # of a damaged checkpoint
 DEADLINE = 150  # seconds: a stopped rank costs patience, and 30 s of its launcher's
 
@@ -44,11 +55,13 @@ class Played:
     """How a round ended: right in one of a few ways, or wrong, with what shows it."""
 
     plan: Plan
-    outcome: str  # WENT_ON, RESUMED, STARTED_OVER or WRONG
+    outcome: str  # WENT_ON, RESUMED, STARTED_OVER, TOO_LATE or WRONG
     seconds: float
     detail: str = ""
     cost: Cost = Cost()
     command: str = ""  # with --only and its number, it repeats the round
+    jobs: int = 1  # how many rounds were played at a time
+    day: str = ""
 
     def __str__(self) -> str:
         line = f"round {self.plan.number} | {self.plan} | {self.outcome} | {self.seconds:.0f} s"
@@ -89,7 +102,8 @@ class Job:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a find: told, and the next
             outcome, cost = WRONG, Cost()
             detail = str(error) if isinstance(error, AssertionError) else _told(error)
-        return Played(plan, outcome, time.monotonic() - begun, detail, cost)
+        day = str(date.today())
+        return Played(plan, outcome, time.monotonic() - begun, detail, cost, day=day)
 
     def stop(self) -> None:
         """End the rounds that are being played, in whichever threads: none starts a job again."""
@@ -100,9 +114,11 @@ class Job:
     def _play(self, plan: Plan, folder: Path, checkpoints: Path) -> tuple[str, Cost]:
         line = command(plan.launcher, plan.restarts)
         moment: Moment = {"rank": plan.rank, "place": plan.place, "nth": plan.nth}
-        broken, ended = self._break(plan, line, folder, moment, checkpoints)
+        broken, ended, hit = self._break(plan, line, folder, moment, checkpoints)
         if broken.code == 0:
             _check_final(checkpoints, self.unbroken, broken)
+            if plan.fault not in DAMAGES and not hit:
+                return TOO_LATE, Cost()
             if plan.fault not in DAMAGES:
                 return WENT_ON, Cost(steps=_lost(folder))  # torchrun may have restarted the job
         (checkpoints / FILLER).unlink(missing_ok=True)
@@ -111,7 +127,8 @@ class Job:
         start = f"{max(whole)}: epoch " if whole else f"no checkpoint in {CHECKPOINTS}"
         begun = time.monotonic()
         with self._start(line, folder, moment) as running:  # in the same place: it waits no more
-            loaded = _wait_for_text(running, start) - begun
+            _wait_until(running, lambda: start in running.text())
+            loaded = time.monotonic() - begun
             resumed = running.wait(DEADLINE)
         check_no_crash(resumed)
         if resumed.code:
@@ -124,23 +141,28 @@ class Job:
 
     def _break(
         self, plan: Plan, line: Line, folder: Path, moment: Moment, checkpoints: Path
-    ) -> tuple[Result, float | None]:
+    ) -> tuple[Result, float | None, bool]:
         """Run the job into its fault, and check that no checkpoint was lost.
 
-        Return what it said, and how many seconds after the fault it ended, unless it went on.
+        Return what it said, how many seconds after the fault it ended, unless it went on, and
+        whether the fault hit the training.
         """
         with self._start(line, folder, moment) as running:
-            _wait_for_moment(running, folder)
+            if not _wait_until(running, (folder / REACHED).exists):
+                raise Wrong(f"the rank never came to the moment\n{running.text()}")
             before = intact(checkpoints)
-            strike(plan, running, folder, checkpoints)
+            check_kept(due(plan), before)
+            hit = strike(plan, running, folder, checkpoints)
             struck = time.monotonic()
             broken = running.wait(DEADLINE)
         # On leaving the `with`, no process was left.
         ended = time.monotonic() - struck if broken.code else None
         after = intact(checkpoints)
         check_kept(before, after)
-        check_clear(plan, broken, after)
-        return broken, ended
+        check_clear(plan, broken, after, hit)
+        if broken.code == 0:
+            check_restart(broken, before)
+        return broken, ended, hit
 
     @contextmanager
     def _start(self, line: Line, folder: Path, moment: Moment) -> Iterator[Running]:
@@ -165,22 +187,14 @@ def _told(error: Exception) -> str:
     return f"{error!r}\n{''.join(traceback.format_exception(error))}"
 
 
-def _wait_for_moment(running: Running, folder: Path) -> None:
+def _wait_until(running: Running, condition: Callable[[], bool]) -> bool:
+    """Return True once `condition` is true, False if the job ends first or time is up."""
     deadline = time.monotonic() + DEADLINE
-    while not (folder / REACHED).exists():
+    while not (met := condition()):
         if running.process.poll() is not None or time.monotonic() > deadline:
-            raise Wrong(f"the rank never came to the moment\n{running.text()}")
-        time.sleep(0.01)
-
-
-def _wait_for_text(running: Running, text: str) -> float:
-    """Return the time when the job has written `text`, or has ended without it."""
-    deadline = time.monotonic() + DEADLINE
-    while running.process.poll() is None and time.monotonic() < deadline:
-        if text in running.text():
             break
-        time.sleep(0.05)
-    return time.monotonic()
+        time.sleep(0.02)
+    return met
 
 
 def _lost(folder: Path) -> int:
@@ -228,7 +242,7 @@ def _damage(plan: Plan, folder: Path) -> bool:
 
 def _final(folder: Path) -> Weights:
     try:
-        return checkpoint.read(folder / checkpoint.NAME.format(EPOCHS * STEPS))["model"]
+        return checkpoint.read(folder / LAST)["model"]
     except (OSError, checkpoint.DamagedCheckpoint) as error:
         raise Wrong(f"exit code 0, but the last checkpoint is missing: {error}") from error
 

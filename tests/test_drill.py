@@ -1,17 +1,33 @@
 """The drill draws the same rounds from a seed, ends them right, and can see one that is wrong."""
 
 import re
+import shutil
 import signal
 import sys
+from contextlib import contextmanager
 
+import moment
 import psutil
 import pytest
+import report
 import saved
+import torch
+from faults import LAST, strike
 from harness import ROOT, SCRIPTS, Result, Running, run, wait_until
-from judge import Wrong, check_clear, check_kept
-from plan import Plan
+from judge import (
+    Wrong,
+    check_clear,
+    check_equal,
+    check_kept,
+    check_no_crash,
+    check_restart,
+    due,
+)
+from plan import PLACES, Plan
 from report import costs, table
-from rounds import RESUMED, STARTED_OVER, WRONG, Cost, Played
+from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, Cost, Job, Played
+
+from ddp_ref.training.loop import TrainLoop
 
 DRILL = ROOT / "drill" / "drill.py"
 SEED = "5"
@@ -24,19 +40,28 @@ def drill(folder, *flags, **env):
 def test_the_page_begins_with_what_the_table_says():
     page = (ROOT / "docs" / "fault-drill.md").read_text()
     headline = page.split("\n\n")[1]
-    written = re.search(
-        r"^(\d+) rounds: (\d+) resumed, (\d+) started over, (\d+) went on", page, re.M
-    )
-    assert written and re.findall(r"\d+", headline) == [written[n] for n in (1, 4, 2, 3)]
+    [written] = re.findall(r"^\d+ rounds: .*\d [\w ]+", page, re.M)
+    counts = {words: number for number, words in re.findall(r"(\d+) ([a-z ]+)", written)}
+    told = ["rounds", WENT_ON, RESUMED, STARTED_OVER]
+    told += [outcome for outcome in counts if outcome not in told]  # such as TOO_LATE, at the end
+    assert re.findall(r"\d+", headline) == [counts[outcome] for outcome in told]
 
 
 def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
-    few, many, one = (
-        drill(tmp_path, "--plan", "--launchers", "spawn", "--faults", "kill", "flip", *flags).stdout
-        for flags in (["--rounds", "3"], ["--rounds", "30"], ["--only", "30"])
+    own = ["--plan", "--launchers", "spawn", "--faults", "kill", "flip"]
+    few, many, one, other = (
+        drill(tmp_path, *own, *flags).stdout.splitlines()
+        for flags in (
+            ["--rounds", "3"],
+            ["--rounds", "30"],
+            ["--only", "30"],
+            ["--rounds", "30", "--seed", "6"],
+        )
     )
-    assert len(set(many.splitlines())) == 30
-    assert many.splitlines()[:3] == few.splitlines() and many.splitlines()[29] == one.strip()
+    assert many[:3] == few and many[29:] == one
+    texts, others = ([line.partition("|")[2] for line in lines] for lines in (many, other))
+    assert len(set(texts)) > 25 and len(set(others)) > 25
+    assert len(set(texts) & set(others)) < 5
 
 
 def test_a_round_that_is_not_possible_is_left_out_and_no_other_changes(tmp_path):
@@ -86,7 +111,6 @@ def test_a_checkpoint_that_is_lost_is_found(before, after, lost):
         (plan("kill", launcher="torchrun", restarts=1), 0, "failed (exitcode: -15) local_rank: 1"),
         (plan("exception"), 1, "RuntimeError: the drill's own on rank 0"),
         (plan("pause"), 0, ""),
-        (plan("kill", delay=0.5), 0, ""),  # the rank may have left before
         (plan("full disk", "save", 6), 0, ""),  # it was the last
         (plan("terminate"), 143, "ended by a signal at step 31"),
         (plan("terminate", launcher="torchrun"), 1, "ended by a signal at step 31"),
@@ -95,7 +119,8 @@ def test_a_checkpoint_that_is_lost_is_found(before, after, lost):
     ],
 )
 def test_a_clear_end_is_seen(broken, code, text):
-    check_clear(broken, Result("", text, code), {f"step_00000003{n}.pt" for n in (1, 2, 3)})
+    saved = {f"step_00000003{n}.pt" for n in (1, 2, 3)}
+    check_clear(broken, Result("", text, code), saved, hit=True)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +129,7 @@ def test_a_clear_end_is_seen(broken, code, text):
         (plan("kill"), -9, "Connection closed by peer", "exit code -9 without a clear error"),
         (plan("kill", launcher="torchrun"), 1, "failed (exitcode: -15) local_rank: 1", "without"),
         (plan("exception"), 0, "", "exit code 0 without"),
+        (plan("kill", delay=0.5), 0, "", "exit code 0 without"),
         (plan("full disk", "save", 2), 0, "", "exit code 0 without"),
         (plan("full disk", "step", 130), 0, "", "exit code 0 without"),
         (plan("pause"), 1, "Timed out", "exit code 1 without"),
@@ -117,13 +143,153 @@ def test_a_clear_end_is_seen(broken, code, text):
 def test_an_end_that_is_not_clear_is_found(broken, code, text, said):
     for result in (Result("", text, code), Result(text, "", code)):
         with pytest.raises(Wrong, match=said):
-            check_clear(broken, result, {"step_000000031.pt"})
+            check_clear(broken, result, {"step_000000031.pt"}, hit=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "srun: error: node1: task 0: Aborted",
+        "srun: error: node[1-2]: tasks 0-1: Aborted",
+        "srun: error: node1: task 0: Illegal instruction",
+        "srun: error: node1: task 0: Bus error",
+        "process 0 terminated with signal SIGBUS",
+        "process 0 terminated with signal SIGILL",
+        "free(): invalid pointer",
+        "malloc(): corrupted top size",
+        "double free or corruption (out)",
+    ],
+)
+def test_a_crash_is_found(text):
+    with pytest.raises(Wrong, match="something has crashed"):
+        check_no_crash(Result("", text, 1))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "srun: error: node1: task 0: Killed",
+        "srun: error: node2: task 1: Exited with exit code 1",
+        "srun: Job step aborted: Waiting up to 32 seconds for job step to finish.",
+        "process 0 terminated with signal SIGKILL",
+        "traceback : Signal 9 (SIGKILL) received by PID 123",
+    ],
+)
+def test_the_end_of_a_killed_job_is_no_crash(text):
+    check_no_crash(Result("", text, 1))
+
+
+STRUCK = plan("kill", launcher="torchrun", restarts=1)
+RESTARTED = "failed (exitcode: -9) local_rank: 0\n"
+NEWEST = "loaded run/step_000000046.pt: epoch 2, step 46"
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        (RESTARTED + NEWEST, {"step_000000023.pt", "step_000000046.pt"}),
+        (RESTARTED + NEWEST, {"step_000000023.pt"}),  # the fault had a delay
+        (RESTARTED + "no checkpoint in run", set()),
+        ("", {"step_000000023.pt"}),  # it went on without a restart, as after a pause
+    ],
+)
+def test_a_restart_by_torchrun_that_resumes_is_right(text, before):
+    check_restart(Result("", text, 0), before)
+
+
+@pytest.mark.parametrize("text", ["", "no checkpoint in run", NEWEST])
+def test_a_restart_by_torchrun_from_scratch_is_found(text):
+    with pytest.raises(Wrong, match="without loading step_000000069"):
+        check_restart(Result("", RESTARTED + text, 0), {"step_000000069.pt"})
+
+
+@pytest.mark.parametrize(
+    ("place", "nth", "steps"),
+    [
+        ("start-up", 1, []),
+        ("load", 1, []),
+        ("step", 23, []),
+        ("step", 24, [23]),
+        ("validation", 1, []),
+        ("epoch's end", 3, [23, 46]),
+        ("save", 5, [46, 69, 92]),  # the newest three
+    ],
+)
+def test_the_checkpoints_that_are_due_follow_from_the_place(place, nth, steps):
+    assert place in PLACES
+    assert due(plan("kill", place, nth)) == {f"step_{step:09d}.pt" for step in steps}
+
+
+@contextmanager
+def a_rank_that_lives(seconds, folder):
+    script = f"sleep {seconds} & echo $! > rank; mv rank {moment.REACHED}; wait; sleep 60"
+    with Running("sh", "-c", script, cwd=folder) as running:
+        wait_until((folder / moment.REACHED).exists)
+        yield running
+        running.kill()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "over", "hit"), [(60, False, True), (60, True, False), (0.3, True, False)]
+)
+def test_a_fault_hits_only_while_the_training_goes_on(tmp_path, seconds, over, hit):
+    if over:
+        (tmp_path / LAST).touch()
+    with a_rank_that_lives(seconds, tmp_path) as running:
+        assert strike(plan("kill", delay=1), running, tmp_path, tmp_path) is hit
+        wait_until(lambda: len(running.processes()) == 2)  # sh, and its last sleep
+
+
+def test_a_fault_that_finds_no_rank_in_the_training_is_an_error(tmp_path):
+    with a_rank_that_lives(0.3, tmp_path) as running, pytest.raises(psutil.NoSuchProcess):
+        strike(plan("kill", delay=1), running, tmp_path, tmp_path)
+
+
+def test_silence_is_right_only_where_the_fault_came_too_late():
+    late = plan("kill", delay=0.5)
+    check_clear(late, Result("", "", 0), set(), hit=False)
+    with pytest.raises(Wrong, match="exit code 1 without a clear error"):
+        check_clear(late, Result("", "", 1), set(), hit=False)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.tensor([-0.0, 1]),
+        torch.tensor([0, 1], dtype=torch.float64),
+        torch.tensor([0.0, 1]).view(torch.int32),
+        torch.tensor([[0.0, 1]]),
+        torch.tensor([0.0, 1, 2]),
+    ],
+    ids=["minus zero", "dtype", "type of the same bits", "shape", "length"],
+)
+def test_weights_are_compared_bit_for_bit(other):
+    weights = {"weight": torch.tensor([0.0, 1]), "count": torch.tensor(2.0)}
+    equal = {name: value.clone() for name, value in weights.items()}
+    check_equal(equal | {"weight": torch.tensor([0.0, 9, 1])[::2]}, weights, "equal ones")
+    with pytest.raises(Wrong, match="others: not equal"):
+        check_equal(equal | {"weight": other}, weights, "others")
+
+
+def test_a_step_that_was_not_taken_is_not_counted(tmp_path, monkeypatch):
+    def take_step(self, window):
+        if window == "fault":
+            raise RuntimeError
+
+    monkeypatch.setattr(TrainLoop, "_train_step", take_step)
+    monkeypatch.chdir(tmp_path)
+    moment.count_steps()
+    TrainLoop._train_step(None, "batch")
+    with pytest.raises(RuntimeError):
+        TrainLoop._train_step(None, "fault")
+    assert moment.STEPS_TAKEN.stat().st_size == 1
 
 
 def test_the_table_counts_the_outcomes_of_each_pair():
     kill, all_of = plan("kill"), plan("interrupt", to_all=True)
     restarted = plan("kill", launcher="torchrun", restarts=1)
     outcomes = [(kill, RESUMED), (kill, RESUMED), (kill, STARTED_OVER), (restarted, "went on")]
+    outcomes += [(kill, TOO_LATE)]
     rounds = [Played(plan, outcome, 1.0) for plan, outcome in [(all_of, RESUMED), *outcomes]]
     head, _, *rows = [line.split("|")[1:-1] for line in table(rounds).splitlines()]
     assert [cell.strip() for cell in head] == [
@@ -133,9 +299,11 @@ def test_the_table_counts_the_outcomes_of_each_pair():
         "torchrun --max-restarts=1",
     ]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        ["kill", "0", "2 resumed, 1 started over", "1 went on"],
+        ["kill", "0", "1 ended before the fault, 2 resumed, 1 started over", "1 went on"],
         ["interrupt", "all", "1 resumed", ""],
     ]
+    counts = "1 ended before the fault, 3 resumed, 1 started over, 1 went on"
+    assert report.summary(rounds) == f"6 rounds: {counts}"
 
 
 def cells(line):
@@ -146,7 +314,7 @@ def test_the_costs_are_medians_and_maxima_of_the_rounds_that_are_right():
     kills = [Cost(1.0, 4.0, 7), Cost(3.0, 5.0, 0), Cost(2.0, 9.0, 23)]
     rounds = [Played(plan("kill"), RESUMED, 9.0, cost=cost) for cost in kills]
     pause = Played(plan("pause"), "went on", 9.0, cost=Cost(steps=0))
-    rounds += [Played(plan("kill"), WRONG, 9.0), pause]
+    rounds += [Played(plan("kill"), WRONG, 9.0), Played(plan("kill"), TOO_LATE, 9.0), pause]
     head, _, *rows = [cells(line) for line in costs(rounds).splitlines()]
     assert head == ["fault", "rounds", "job ended after", "training resumed after", "steps lost"]
     assert rows == [
@@ -162,9 +330,9 @@ def save_rounds(file, seed, numbers):
     """Save rounds as if they had been played, with a cost for each."""
     command = " ".join([".venv/bin/python drill/drill.py --seed", seed, *KILLS])
     for number in numbers:
-        cost = Cost(1.0, 4.0, 10)
-        played = Played(plan("kill", number=number), RESUMED, 9.0, cost=cost, command=command)
-        saved.add(file, played)
+        own = plan("kill", number=number)
+        day, cost = f"2026-11-0{number}", Cost(1.0, 4.0, 10)
+        saved.add(file, Played(own, RESUMED, 9.0, "", cost, command, jobs=2, day=day))
     return saved.load(file)
 
 
@@ -179,14 +347,15 @@ def test_sittings_add_up_and_a_saved_round_is_not_played_again(tmp_path):
     text = page.read_text()
     for seed, count in ("4", 2), (SEED, 3):
         line = f".venv/bin/python drill/drill.py --seed {seed} {' '.join(KILLS)} --rounds {count}"
-        assert f"`{line}`" in text and line in ended.stdout
+        assert f"`{line} --jobs 2`" in text and f"{line} --jobs 2" in ended.stdout
+    assert re.search(r"^on .*, 2026-11-01 to 2026-11-03$", text, re.M)
     assert ["kill", "5", "1.0 / 1.0 s", "4.0 / 4.0 s", "10 / 10"] in map(cells, text.splitlines())
 
 
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (f'"package": "{saved.package_hash()}"', '"package": "0123"', "of the package 0123, but"),
+        (f'"version": "{saved.package_hash()}"', '"version": "0123"', "of version 0123, but"),
         ("}", "", "line 1 of rounds.jsonl is not a round: remove it"),
         ('"launcher"', '"starter"', "line 1 of rounds.jsonl is not a round: remove it"),
     ],
@@ -199,6 +368,24 @@ def test_a_file_to_which_nothing_can_be_added_is_one_line(tmp_path, before, afte
     file.write_text(text.replace(before, after))
     ended = drill(tmp_path, *KILLS, "--rounds", "1", "--save", file.name)
     assert ended.code == 1 and said in ended.stderr and ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("changed", ["drill/judge.py", *saved.JOB, "torch", "package"])
+def test_a_round_is_of_the_version_of_all_that_it_depends_on(tmp_path, monkeypatch, changed):
+    judges = [f"drill/{name}.py" for name in saved.DRILL]
+    for name in (*saved.JOB, *judges, "src/ddp_ref/handler.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    monkeypatch.setattr(saved, "ROOT", tmp_path)
+    monkeypatch.setattr(saved.ddp_ref, "__file__", str(tmp_path / "src/ddp_ref/__init__.py"))
+    before = saved.package_hash()
+    assert saved.package_hash() == before
+    if changed == "torch":
+        monkeypatch.setattr(torch, "__version__", "0.0")
+    else:
+        file = "src/ddp_ref/handler.py" if changed == "package" else changed
+        (tmp_path / file).write_text("other")
+    assert saved.package_hash() != before
 
 
 @pytest.mark.full
@@ -250,7 +437,22 @@ def test_rounds_end_right_and_the_table_tells(tmp_path):
     assert "old" not in page.read_text()
 
 
+@pytest.mark.full
+def test_a_job_that_ends_before_the_fault_is_told_apart(tmp_path):
+    job = Job(SCRIPTS / "train_reference.py", tmp_path)
+    job.run_unbroken(["spawn"])
+    played = job.play(plan("kill", "save", 6, delay=10))
+    assert (played.outcome, played.cost) == (TOO_LATE, Cost()), played.detail
+
+
 FORGETS = "from ddp_ref import Handler\nHandler.load = lambda self, path: None"
+FORGETS_IN_A_RESTART = """
+import os
+from ddp_ref import Handler
+if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    Handler.load = lambda self, path: None
+"""
+SAVES_ONLY_THE_END = "from ddp_ref import Checkpoint\nCheckpoint.on_epoch_end = lambda self: None"
 DEAF = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -258,28 +460,41 @@ signal.signal = lambda number, handler: None
 """
 LEAVES = """
 import os, subprocess
-if os.path.exists("struck"):  # when it is started again
+if {}:
     subprocess.Popen(["sleep", "600"], start_new_session=True)
 """
+FIRST = '"null" not in os.environ["DRILL_MOMENT"] and not os.path.exists("struck")'
+SECOND = 'os.path.exists("struck")'
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("fault", "number", "lines", "said"),
+    ("launcher", "fault", "number", "lines", "said"),
     [
-        ("exception", 1, FORGETS, "it was to begin with"),
-        ("terminate", 7, DEAF, "exit code 0 without a clear error"),  # to rank 1, as it saves
-        ("exception", 1, LEAVES, "processes left behind: ["),
+        ("spawn", "exception", 1, FORGETS, "it was to begin with"),
+        ("torchrun", "exception", 2, FORGETS_IN_A_RESTART, "restarted by torchrun without loading"),
+        ("spawn", "exception", 1, SAVES_ONLY_THE_END, "lost step_000000023.pt, step_000000046.pt"),
+        # The fault goes to rank 1, as it saves.
+        ("spawn", "terminate", 7, DEAF, "exit code 0 without a clear error"),
+        ("spawn", "exception", 1, LEAVES.format(FIRST), "processes left behind: ["),
+        ("spawn", "exception", 1, LEAVES.format(SECOND), "processes left behind: ["),
     ],
-    ids=["does not resume", "is deaf", "leaves a process"],
+    ids=[
+        "does not resume",
+        "does not resume in a restart",
+        "saves only the end",
+        "is deaf",
+        "leaves a process as it breaks",
+        "leaves a process at the end",
+    ],
 )
-def test_a_job_that_ends_wrong_is_found(tmp_path, fault, number, lines, said):
+def test_a_job_that_ends_wrong_is_found(tmp_path, launcher, fault, number, lines, said):
     script = tmp_path / "broken.py"
     text = (SCRIPTS / "train_reference.py").read_text()
     line = "def classifier("
     assert text.count(line) == 1
     script.write_text(text.replace(line, f"{lines}\n\n\n{line}"))
-    flags = ["--launchers", "spawn", "--faults", fault, "--script", script]
+    flags = ["--launchers", launcher, "--faults", fault, "--script", script]
     ended = drill(tmp_path, *flags, "--only", str(number))
     assert ended.code == 1, ended.stderr
     assert "| WRONG |" in ended.stdout and said in ended.stdout

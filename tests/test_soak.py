@@ -1,65 +1,242 @@
 """The soak: both runs end at the same weights and no process grows, or it says what is wrong."""
 
+import argparse
+import itertools
 import json
+import math
+import shlex
 import sys
 
 import pytest
+import soak
 import torch
 from harness import ROOT, run
+from judge import Wrong
 from memory import growth
+
+from ddp_ref.training import checkpoint
 
 SOAK = ROOT / "drill" / "soak.py"
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--batch-size", "64", "--length", "9"]
-MARKS = "<!-- begin of what the soak has written -->", "<!-- end of the soak -->"
+RARE = ["--epochs", "30", "--every", "3", "--faults", "2"]
+SIGTERM = "SIGTERM to the launcher"
+SCRIPT = """
+import signal, sys, time
+from pathlib import Path
+from ddp_ref.training import checkpoint
+
+epochs, home, defect = int(sys.argv[2]), Path(sys.argv[4]), sys.argv[5]
+home.mkdir(exist_ok=True)
+newest = checkpoint.numbered(home)[-1:]
+done = checkpoint.step_of(newest[0]) if newest else 0
+log = f"loaded {newest[0]}: epoch {done}" if newest else f"no checkpoint in {home}: from scratch"
+(home / "log.txt").write_text("no checkpoint in run: " if defect == "starts over" else log)
+if defect in ("is deaf", "is slow to exit"):
+    signal.signal(signal.SIGTERM, lambda *_: (home / "signalled").touch())
+print("epochs are done", flush=True)
+for epoch in range(done + 1, epochs + 1):
+    time.sleep(1 if defect == "is slow to exit" else 0.2)
+    checkpoint.write(home / checkpoint.NAME.format(epoch), {"epoch": epoch})
+    if defect == "hangs":
+        time.sleep(10)
+if defect == "leaves half a file":
+    (home / checkpoint.NAME.format(epochs + 1)).write_bytes(b"PK")
+if defect == "is slow to exit":
+    time.sleep(2)
+"""
 
 
-def soak(folder, *flags, seed=389):
+def run_soak(folder, *flags, seed=706):
     """Run thirty epochs with two faults: SIGTERM under torchrun, then to the parent of --nproc."""
-    rare = ["--epochs", "30", "--every", "3", "--faults", "2", "--seed", str(seed)]
-    return run(sys.executable, SOAK, *rare, *flags, "--", *SMALL, cwd=folder, timeout=400)
+    command = [sys.executable, SOAK, *RARE, "--seed", str(seed), *flags, "--", *SMALL]
+    return run(*command, cwd=folder, timeout=400)
+
+
+@pytest.fixture
+def attempt(tmp_path, monkeypatch):
+    """Return a function that starts SCRIPT once, with a defect; the only fault is SIGTERM."""
+    (tmp_path / "char_gpt.py").write_text(SCRIPT)
+    for name, value in {"SCRIPTS": tmp_path, "STUCK": 3, "SAMPLE": 0.05}.items():
+        monkeypatch.setattr(soak, name, value)
+    monkeypatch.setattr(soak, "FAULTS", [SIGTERM])
+
+    def run_once(defect, epochs=3, every=math.inf):
+        args = argparse.Namespace(seed=0, epochs=epochs, flags=[defect])
+        return soak.run_once(args, tmp_path, 1, every)  # 1: with --nproc, so without torchrun
+
+    return run_once
+
+
+def save(folder, epoch, weight=0.0):
+    state = {"epoch": epoch, "step": 10 * epoch, "model": {"weight": torch.tensor(weight)}}
+    checkpoint.write(folder / checkpoint.NAME.format(epoch), state)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "mib", "expected"),
+    ("mib", "expected"),
     [
-        ([0, 30, 60], [100, 180, 200], None),  # the process has not lived longer than a minute
-        ([0, 30, 90], [100, 200, 205], 5),
-        ([0, 60, 600, 3600], [100, 200, 250, 200], 0),  # a peak in between is no growth
-        ([0, 60, 600, 3600], [100, 200, 210, 230], 30),
+        ({0: 100, 60: 180}, None),  # the process has not lived long enough
+        ({0: 100, 60: 200, 120: 205, 150: 205}, 5),
+        ({0: 100, 60: 200, 600: 250, 630: 200, 3600: 200}, 0),  # a peak in between is no growth
+        ({0: 100, 60: 200, 3570: 200, 3590: 400, 3595: 200, 3600: 200}, 0),  # nor a late one
+        ({0: 100, 30: 400, 40: 101, 1800: 390, 3600: 390}, 289),  # an early peak does not hide it
     ],
 )
-def test_growth_is_from_the_first_minute_to_the_last(seconds, mib, expected):
-    assert growth(list(zip(seconds, mib, strict=True))) == expected
+def test_growth_is_from_the_second_minute_to_the_end(mib, expected):
+    times = range(max(mib) + 1)
+    steps = [mib[max(when for when in mib if when <= time)] for time in times]
+    assert growth(list(zip(times, steps, strict=True))) == expected
+
+
+@pytest.mark.parametrize("every", [1, math.inf])  # with faults, and without any
+def test_a_hang_is_found_even_if_the_next_fault_would_end_it(attempt, every):
+    with pytest.raises(Wrong, match=r"no new checkpoint for 3 s"):
+        attempt("hangs", every=every)
+
+
+def test_a_hang_after_a_pause_is_found_even_if_a_save_was_in_flight(attempt, tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "FAULTS", [soak.PAUSE])
+    epochs = itertools.count(9)
+    monkeypatch.setattr(soak, "inject", lambda *_: save(tmp_path / "run", next(epochs)))
+    with pytest.raises(Wrong, match="no new checkpoint"):
+        attempt("hangs", epochs=2, every=0.01)
+
+
+@pytest.mark.parametrize("start", ["", "step_000000002.pt"])
+def test_the_job_must_start_from_the_newest_checkpoint(attempt, tmp_path, start):
+    if start:
+        save(tmp_path / "run", 2)
+    assert attempt("none").start == start
+    save(tmp_path / "run", 4)
+    with pytest.raises(Wrong, match=r"did not begin with step_000000004\.pt"):
+        attempt("starts over", epochs=6)
+
+
+def test_half_a_checkpoint_is_found(attempt):
+    with pytest.raises(Wrong, match=r"^damaged: step_000000004\.pt$"):
+        attempt("leaves half a file")
+
+
+def test_a_fault_that_ends_the_job_counts(attempt):
+    ended = attempt("none", epochs=20, every=0.5)
+    assert ended.faults == [SIGTERM] and ended.code == -15 and ended.ended < 10
+
+
+def test_a_fault_after_the_last_epoch_does_not_count_if_the_job_succeeds(attempt, tmp_path):
+    ended = attempt("is slow to exit", epochs=1, every=0.1)
+    assert (tmp_path / "run" / "signalled").exists()
+    assert ended.faults == [] and ended.code == 0 and ended.ended is None
+
+
+def test_a_job_that_ignores_a_fault_is_found(attempt):
+    with pytest.raises(Wrong, match=f"the job ignored {SIGTERM}"):
+        attempt("is deaf", epochs=15, every=0.5)
+
+
+MEASURED = {"launcher": 0.1, "rank 0": 0.2, "rank 1": 0.3}
+
+
+def runs(folder, growths=MEASURED, trained=700.0):
+    """Return two complete runs in `folder`. `growths` are those of the last attempt."""
+    whole = soak.Attempt("torchrun", "", trained=trained, growths=MEASURED)
+    short = soak.Attempt("torchrun", "", code=1, trained=60, ended=2, faults=["Ctrl-C"])
+    last = soak.Attempt("--nproc", "step_000000001.pt", trained=trained, growths=growths)
+    whole.peaks, last.peaks = dict.fromkeys(MEASURED, 8.0), dict.fromkeys(growths, 9.0)
+    for name in (soak.FAULT_FREE, soak.WITH_FAULTS):
+        save(folder / name / "run", 5)
+    return {soak.FAULT_FREE: [whole], soak.WITH_FAULTS: [short, last]}
+
+
+def settings(folder, **changes):
+    chosen = {"seed": 1, "epochs": 5, "every": 120.0, "faults": math.inf, "flags": []}
+    return argparse.Namespace(folder=folder, **chosen | changes)
+
+
+def test_both_runs_must_end_after_the_last_epoch_with_the_same_weights(tmp_path):
+    args, two = settings(tmp_path), runs(tmp_path)
+    assert soak.problems(args, two) == []
+    save(tmp_path / soak.WITH_FAULTS / "run", 5, weight=1.0)
+    (problem,) = soak.problems(args, two)
+    assert problem.startswith("the weights at the end, step 50: not equal")
+    for name in two:
+        (tmp_path / name / "run" / checkpoint.NAME.format(5)).unlink()
+        save(tmp_path / name / "run", 4)
+    (problem,) = soak.problems(args, two)
+    assert problem == "with-faults: the last checkpoint is of epoch 4, not 5"
+
+
+@pytest.mark.parametrize(
+    ("growths", "seconds", "expected"),
+    [
+        (MEASURED | {"rank 1": 20.5}, 700, ["with-faults: rank 1 grew by 20.5 MiB, more than 20"]),
+        (MEASURED | {"rank 1": None}, 700, ["with-faults: the growth of rank 1 was not measured"]),
+        ({}, 700, [f"with-faults: the growth of {name} was not measured" for name in MEASURED]),
+        ({}, 60, []),  # the whole run is short
+    ],
+)
+def test_the_growth_of_each_process_must_be_measured_and_small(
+    tmp_path, growths, seconds, expected
+):
+    found = soak.problems(settings(tmp_path), runs(tmp_path, growths, seconds))
+    assert found == expected
+
+
+def test_the_report_has_each_process_and_says_how_many_attempts_were_measured(tmp_path):
+    text = soak.report(settings(tmp_path), runs(tmp_path, MEASURED | {"rank 1": None}))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[-6:]]
+    assert rows[3:] == [
+        ["with-faults", "launcher", "1 of 2", "9 MiB", "0.1 MiB"],
+        ["with-faults", "rank 0", "1 of 2", "9 MiB", "0.2 MiB"],
+        ["with-faults", "rank 1", "0 of 2", "9 MiB", ""],
+    ]
+
+
+@pytest.mark.parametrize("flags", [["--faults", "2", "--every", "2.5"], ["--seed", "12345678"]])
+def test_the_command_in_the_report_repeats_the_run(monkeypatch, flags):
+    monkeypatch.setattr(sys, "argv", ["soak.py", *flags, "--", *SMALL])
+    args = soak.parse()
+    monkeypatch.setattr(sys, "argv", shlex.split(soak.command_line(args))[1:])
+    assert soak.parse() == args
+
+
+def test_running_again_cannot_make_an_error_good(tmp_path):
+    attempts = tmp_path / "runs" / "soak" / "fault-free" / "attempts.jsonl"
+    attempts.parent.mkdir(parents=True)
+    attempts.write_text("no JSON")
+    first = run_soak(tmp_path)
+    assert first.code == 1 and first.stderr.startswith("WRONG: Expecting value")
+    again = run_soak(tmp_path)
+    assert again.code == 1 and again.stderr.startswith("error: a run failed before, see ")
 
 
 @pytest.mark.full
 def test_a_run_with_faults_ends_at_the_same_weights_and_a_difference_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("before\n" + "\n".join(MARKS) + "\nafter")
-    ended = soak(tmp_path, "--markdown", page)
+    page.write_text("before\n" + "\n".join(soak.MARKS) + "\nafter")
+    ended = run_soak(tmp_path, "--markdown", page)
     assert ended.code == 0, ended.stdout + ended.stderr
-    first, second, last = [line for line in ended.stdout.splitlines() if line[:6] == "broken"]
+    first, second, last = [line for line in ended.stdout.splitlines() if line[:6] == "with-f"]
     assert "| torchrun | from scratch" in first and "| --nproc | from step_" in second
     assert all("| SIGTERM to the launcher | exit code " in line for line in (first, second))
     assert "| torchrun | from step_" in last and "| no fault | exit code 0" in last
     assert "ended at the same weights, bit for bit" in page.read_text()
 
-    # Nothing is played again, but the results are compared again.
+    # No attempt is made again, but the results are compared again.
     folder = tmp_path / "runs" / "soak"
-    lives = folder / "broken" / "lives.jsonl"
-    *_, newest = sorted((folder / "unbroken" / "run").glob("step_*.pt"))
+    attempts = folder / "with-faults" / "attempts.jsonl"
+    *_, newest = sorted((folder / "fault-free" / "run").glob("step_*.pt"))
     state = torch.load(newest)
     state["model"]["places.weight"][0, 0] += 1e-6
     torch.save(state, newest)
-    grown = json.loads(lives.read_text().splitlines()[-1])
+    grown = json.loads(attempts.read_text().splitlines()[-1])
     grown["growths"]["rank 1"] = 20.5
-    lives.write_text(json.dumps(grown) + "\n")
-    again = soak(tmp_path)
+    attempts.write_text(json.dumps(grown) + "\n")
+    again = run_soak(tmp_path)
     assert again.code == 1 and again.stdout == ""
     growing, weights = again.stderr.splitlines()
-    assert growing == "WRONG: broken 1: rank 1 grew by 20.5 MiB, more than 20"
+    assert growing == "WRONG: with-faults: rank 1 grew by 20.5 MiB, more than 20"
     assert weights.startswith("WRONG: the weights at the end, step ") and "not equal" in weights
 
-    other = soak(tmp_path, seed=0)
+    other = run_soak(tmp_path, seed=0)
     assert other.code == 1 and other.stderr.startswith("error: ")
     assert other.stderr.endswith(": give another --folder\n") and other.stderr.count("\n") == 1
