@@ -78,15 +78,13 @@ def waiter_dies(how: str, worker: str) -> None:
     report(on_rank(int(worker))(lambda: time.sleep(1.5)))
 
 
-def dies_early(dying: str, calls: str) -> None:
-    """A rank ends between two calls, of which the first may be missing."""
-    for _ in range(int(calls)):
-        on_rank(0)(int)()
+def dies_between_calls(dying: str) -> None:
+    """A rank ends after a first call."""
+    on_rank(0)(int)()
     if int(dying) == RANK:
         die("exit")
     time.sleep(1.5)  # so it is gone
     report(on_rank(0, max_wait=timedelta(seconds=4))(int))
-    time.sleep(2)  # a rank that leaves is a death for those that still wait
     os._exit(0)  # closing a group may wait for the rank that has gone
 
 

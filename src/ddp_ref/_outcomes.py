@@ -100,7 +100,9 @@ class Call(AbstractContextManager[Any, None]):
                 where = f"rank {rank} in {outcome.call}"
                 errors[0, rank] = unpack_exception(outcome.failure, where)
         for rank, problem in problems.items():
-            errors[1 if rank in self.executors else 2, rank] = RuntimeError(problem)
+            # A rank may have left because it has already raised what the other ranks are to see.
+            left = problem.startswith(f"rank {rank} died or left")
+            errors[1 + (rank not in self.executors) + 2 * left, rank] = RuntimeError(problem)
         if error is not None:
             if type(errors[0, self.me]) is type(error):
                 errors[0, self.me] = error
