@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddp_ref import _outcomes
 from ddp_ref.decorators import on_rank
 from ddp_ref.initialize import cleanup_ddp, initialize_ddp
 
@@ -86,6 +87,17 @@ def dies_between_calls(dying: str) -> None:
     time.sleep(1.5)  # so it is gone
     report(on_rank(0, max_wait=timedelta(seconds=4))(int))
     os._exit(0)  # closing a group may wait for the rank that has gone
+
+
+def waits_in_a_call_of_its_own() -> None:
+    """The ranks wait for each other, rank 1 from half a second later on, and leave when they know.
+
+    Rank 0 looks first, half a second before rank 1 does.
+    """
+    _outcomes.MISMATCH_CHECK_AFTER = 0.3
+    time.sleep(RANK / 2)
+    report(on_rank(1 - RANK)(int))
+    os._exit(0)
 
 
 def interrupted(worker: str) -> None:

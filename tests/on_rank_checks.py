@@ -282,7 +282,15 @@ def check_ranks_that_agree_add_their_call_to_the_store_once():
     on_rank(0)(time.sleep)(1)
     opened = open_group()
     lines = opened.store.get(f"ddp_ref/waiting/{opened.calls[False]}").decode().splitlines()
-    assert len(lines) == 1 and " time.sleep on rank 0 (call " in lines[0], lines
+    assert len(lines) == 1 and "\ttime.sleep on rank 0 (call " in lines[0], lines
+
+
+def check_a_name_of_two_lines_is_no_mismatch():
+    def work():
+        time.sleep(1)
+
+    work.__qualname__ = "two\nlines"
+    on_rank(0)(work)()
 
 
 def check_calls_of_one_name_at_different_lines_are_different_calls():

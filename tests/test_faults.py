@@ -98,6 +98,15 @@ def test_a_waiting_rank_that_ends_is_named_by_the_one_that_works(world, worker, 
         assert interrupt["type"] == "KeyboardInterrupt" and interrupt["at"] < error["at"]
 
 
+def test_a_rank_that_sees_a_mismatch_leaves_only_when_the_others_have_seen_it(tmp_path):
+    with ranks(2, tmp_path, "waits_in_a_call_of_its_own") as started:
+        assert [rank.wait().code for rank in started] == [0, 0]
+    for rank in range(2):
+        (error,) = seen(tmp_path, rank)
+        first = error["text"].splitlines()[0]
+        assert f"rank {1 - rank} is in builtins.int on rank {rank} (call 1), rank {rank} " in first
+
+
 @pytest.mark.full
 def test_with_lazy_connections_a_first_call_makes_deaths_known(tmp_path):
     """docs/growth.md tells large jobs to make it.

@@ -81,7 +81,7 @@ class Call(AbstractContextManager[Any, None]):
         # Nodes may differ in how many local calls they make, so those have numbers of their own.
         local, calls = len(self.members) < self.opened.info.world_size, self.opened.calls
         calls[local] += 1
-        self.text = f"{self.name} (call {calls[local]})"
+        self.text = " ".join(f"{self.name} (call {calls[local]})".split())  # in one line
         self.tag = 4 * calls[local] + 2 * local  # of requests; outcomes use tag + 1
         # Ranks that share one of these keys must be in the same call.
         self.keys = [f"ddp_ref/waiting/node {self.opened.nodes[self.me]}/{sum(calls)}"]
@@ -186,15 +186,17 @@ class Call(AbstractContextManager[Any, None]):
         seconds each rank adds its call to lists in the store, and reads what the others added. A
         call that is already in a list is not added again, so the lists stay short.
         """
-        store, own = self.opened.store, f"{self.me} {self.text}\n"
+        store, own = self.opened.store, f"{self.me}\t{self.text}\n"
         with suppress(Exception):  # not every store can append, and its host may be gone
             for key in self.keys:
-                if f" {self.text}\n" not in store.compare_set(key, "", own).decode():
+                if f"\t{self.text}\n" not in store.compare_set(key, "", own).decode():
                     store.append(key, own)
             while not self.over.wait(LOOK_EVERY):
                 for line in b"".join(map(store.get, self.keys)).decode().splitlines():
-                    rank, _, text = line.partition(" ")
-                    self.answers.put((int(rank), None, self._compare(int(rank), text)))
+                    rank, _, text = line.partition("\t")
+                    # Not under the rank's own key: this rank then waits for GRACE before it
+                    # raises, so that the others can read the list before it leaves.
+                    self.answers.put((rank, None, self._compare(~int(rank), text)))
 
     def _send(self, peer: int, tag: int, head: bytes, value: Any = b"") -> None:
         """Send `head` and `value` in one frame, or after a frame that holds only their sizes."""
@@ -245,9 +247,12 @@ class Call(AbstractContextManager[Any, None]):
             problems.setdefault(rank, f"rank {rank} {text}: see its output ({error!r})")
 
     def _compare(self, rank: int, text: str) -> dict[int, str]:
-        """Return the problem if a rank is in the call `text`, and this rank in another one."""
+        """Return the problem if a rank is in the call `text`, and this rank in another one.
+
+        `rank` is ~rank if the store says so.
+        """
         advice = "every rank must make the same on_rank and rank_first calls in the same order"
-        problem = f"rank {rank} is in {text}, rank {self.me} in {self.text}: {advice}"
+        problem = f"rank {max(rank, ~rank)} is in {text}, rank {self.me} in {self.text}: {advice}"
         return {} if text == self.text else {rank: problem}
 
 
