@@ -35,7 +35,7 @@ def measure(rounds: int) -> list[Table]:
     jobs = compare(side_by_side(job_ways(), rounds), BARE)
     added: list[float] = []
     imports = compare(side_by_side(import_ways(added), rounds), TORCH)
-    own, low, high = middle(1000 * np.array(added))
+    own, low, high = middle(1000 * np.array(added[-rounds:]))  # without the round to warm up
     reached = goal(
         f"import ddp_ref takes at most {MOST_MS} ms, after torch's import",
         f"{own:.0f} ms, {low:.0f} to {high:.0f}",
