@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from page import around_marks, machine
+from page import machine, require_marks
 from tables import PACKAGES, markdown, marks, write_section
 
 NAMES = (
@@ -65,11 +65,7 @@ def parse() -> argparse.Namespace:
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {args.rounds}")
     args.names = args.names or NAMES
-    try:  # now, and not when all has been measured
-        for name in args.names if args.markdown else ():
-            around_marks(args.markdown, *marks(name))
-    except (OSError, ValueError) as error:
-        parser.error(f"--markdown: {error}")
+    require_marks(parser, args.markdown, *map(marks, args.names))
     return args
 
 

@@ -24,8 +24,8 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from page import around_marks, machine, put_between
-from tables import duration
+from page import machine, put_between, require_marks
+from tables import duration, grid
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -55,8 +55,8 @@ REDUCE, GATHER = "reduce_sum of one number", "gather_objects, 100 bytes each"
 SUMMARY = "Handler's summary, every ten steps"
 PREDICT, SAVE, LOAD = "predict, 16 MiB in all", "save, 16 MiB", "load, 16 MiB"
 NAMES = OPEN, LAZY, BARRIER, ON_RANK, SHARED, REDUCE, GATHER, SUMMARY, PREDICT, SAVE, LOAD
-# With which power of the number of ranks the work of the busiest rank grows. Of the rows that are
-# missing here, the most part are bytes whose number does not grow.
+# The work of the busiest rank grows with this power of the number of ranks. The other rows are not
+# predicted: most of their work is to move bytes, whose number does not grow.
 POWERS = {OPEN: 2, LAZY: 1, ON_RANK: 1, SHARED: 1, REDUCE: 1, GATHER: 1, SUMMARY: 1}
 FIGURE = Path("figures", "growth.svg")
 MARKS = "<!-- begin of what growth.py has written -->", "<!-- end -->"
@@ -100,11 +100,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if list(args.ranks) != sorted(set(args.ranks)) or min(args.ranks) < 2:
         parser.error(f"--ranks must be ascending, from 2 on, not {args.ranks}")
-    try:  # now, and not when all has been measured
-        if args.markdown:
-            around_marks(args.markdown, *MARKS)
-    except (OSError, ValueError) as error:
-        parser.error(f"--markdown: {error}")
+    require_marks(parser, args.markdown, MARKS)
     return args
 
 
@@ -217,7 +213,7 @@ def tables(worlds: Sequence[Costs]) -> str:
     sockets = [world.sockets for world in worlds]
     later = [f"{sockets_at(ranks):,}" for ranks in PREDICTED]
     busiest.append(["sockets", *map(str, sockets), exponent(worlds, sockets), *later])
-    return f"{markdown(busiest)}\n\n{markdown(together)}"
+    return f"{grid(busiest)}\n\n{grid(together)}"
 
 
 def exponent(worlds: Sequence[Costs], values: Sequence[float]) -> str:
@@ -240,11 +236,6 @@ def sockets_at(ranks: int) -> int:
     listens on one, and two connect rank 0 itself with it. Each group's device listens on one.
     """
     return 3 * (ranks - 1) + 5
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def image(worlds: Sequence[Costs]) -> str:

@@ -1,5 +1,6 @@
 """A page of which a program writes a part, between two marks; and what it was measured on."""
 
+import argparse
 import os
 import platform
 from collections.abc import Sequence
@@ -21,6 +22,22 @@ def around_marks(page: Path, begin: str, end: str) -> tuple[str, str]:
     if not found or not found_end:
         raise ValueError(f"{page} lacks the lines {begin} and {end}")
     return head + begin, end + tail
+
+
+def require_marks(
+    parser: argparse.ArgumentParser, page: Path | None, *pairs: tuple[str, str]
+) -> None:
+    """Exit with the parser's error if the page of --markdown lacks a pair of lines.
+
+    Call it before the work begins, which may take hours.
+    """
+    if page is None:
+        return
+    try:
+        for begin, end in pairs:
+            around_marks(page, begin, end)
+    except (OSError, ValueError) as error:
+        parser.error(f"--markdown: {error}")
 
 
 def machine(packages: Sequence[str]) -> str:

@@ -45,15 +45,20 @@ def markdown(table: Table) -> str:
     speed = ["GB/s"] if table.nbytes else []
     head = [table.title, "median", *speed, f"ratio to {table.base}", "95 % interval", "difference"]
     base = next(row.seconds for row in table.rows if row.name == table.base)
-    lines = [head, ["---", *["--:"] * (len(head) - 1)]]
+    lines = [head]
     for row in table.rows:
         speed = [f"{table.nbytes / row.seconds / 1e9:.2f}"] if table.nbytes else []
         interval = f"{number(row.low)} to {number(row.high)}"
         cells = [row.name, duration(row.seconds), *speed, number(row.ratio), interval]
         lines.append([*cells, "" if row.name == table.base else difference(row, base)])
     told = [f"The control's interval reaches {spread(table.rows):.1%} from 1.", *table.goals]
-    text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"{text}\n\n" + "\n".join(f"- {line}" for line in told)
+    return f"{grid(lines)}\n\n" + "\n".join(f"- {line}" for line in told)
+
+
+def grid(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells as a Markdown table; the first row is its head."""
+    lines = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def number(ratio: float) -> str:

@@ -29,7 +29,7 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness.py and pa
 import saved  # noqa: E402
 from faults import why_no_small_disk  # noqa: E402
 from launchers import SCRIPT, why_no_slurm  # noqa: E402
-from page import around_marks  # noqa: E402
+from page import require_marks  # noqa: E402
 from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw, drawn  # noqa: E402
 from report import MARKS, costs, summary, table, tail, write_markdown  # noqa: E402
 from rounds import WRONG, Job, Played  # noqa: E402
@@ -96,11 +96,7 @@ def parse() -> argparse.Namespace:
         parser.error("--rounds and --jobs must be at least 1")
     if args.save and args.only is not None:
         parser.error(f"--only {args.only} repeats a round: leave out --save {args.save}")
-    try:  # now, and not when all rounds have been played
-        if args.markdown:
-            around_marks(args.markdown, *MARKS)
-    except (OSError, ValueError) as error:
-        parser.error(f"--markdown: {error}")
+    require_marks(parser, args.markdown, MARKS)
     return args
 
 

@@ -117,10 +117,8 @@ class Job:
         broken, ended, hit = self._break(plan, line, folder, moment, checkpoints)
         if broken.code == 0:
             _check_final(checkpoints, self.unbroken, broken)
-            if plan.fault not in DAMAGES and not hit:
-                return TOO_LATE, Cost()
-            if plan.fault not in DAMAGES:
-                return WENT_ON, Cost(steps=_lost(folder))  # torchrun may have restarted the job
+            if plan.fault not in DAMAGES:  # torchrun may have restarted the job
+                return (WENT_ON, Cost(steps=_lost(folder))) if hit else (TOO_LATE, Cost())
         (checkpoints / FILLER).unlink(missing_ok=True)
         warned = plan.fault in DAMAGES and _damage(plan, checkpoints)
         whole = intact(checkpoints)

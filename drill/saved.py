@@ -17,7 +17,7 @@ JOB = ("scripts/train_reference.py", "scripts/configs/digits.yaml", "datautils.p
 DRILL = ("faults", "job", "judge", "launchers", "moment", "plan", "rounds")  # not what it tells
 
 
-def package_hash() -> str:
+def code_version() -> str:
     """Return a short hash of what the rounds in one file share.
 
     It covers the package, the drill, the job that it breaks, and the version of torch.
@@ -35,7 +35,7 @@ def load(path: Path) -> list[Played]:
 
     Exit with an error in one line if they are of another version.
     """
-    rounds, own = [], package_hash()
+    rounds, own = [], code_version()
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -56,4 +56,4 @@ def add(path: Path, played: Played) -> None:
     """Add a round to `path`. A file that does not exist yet is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"version": package_hash()} | asdict(played)) + "\n")
+        file.write(json.dumps({"version": code_version()} | asdict(played)) + "\n")

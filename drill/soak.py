@@ -36,10 +36,10 @@ import torch  # noqa: E402
 from harness import SCRIPTS, Result, Running, torchrun  # noqa: E402
 from judge import Weights, Wrong, check_equal, check_kept, check_no_crash  # noqa: E402
 from memory import SAMPLE, Memory, growth, ranks  # noqa: E402
-from page import around_marks, machine, put_between  # noqa: E402
+from page import machine, put_between, require_marks  # noqa: E402
 from report import aligned  # noqa: E402
 from rounds import intact  # noqa: E402
-from saved import package_hash  # noqa: E402
+from saved import code_version  # noqa: E402
 
 from ddp_ref.training import checkpoint  # noqa: E402
 
@@ -298,17 +298,13 @@ def parse() -> argparse.Namespace:
     args.folder = args.folder.resolve()
     if args.epochs < 1 or not 0 < args.every < math.inf:
         parser.error("--epochs and --every must be above 0 and finite")
-    try:  # now, and not after two hours
-        if args.markdown:
-            around_marks(args.markdown, *MARKS)
-    except (OSError, ValueError) as error:
-        parser.error(f"--markdown: {error}")
+    require_marks(parser, args.markdown, MARKS)
     return args
 
 
 def check_settings(args: argparse.Namespace) -> None:
     """Exit with an error if the folder has runs of other settings."""
-    file, settings = args.folder / "settings.txt", f"{command_line(args)} | {package_hash()}"
+    file, settings = args.folder / "settings.txt", f"{command_line(args)} | {code_version()}"
     if file.exists() and (old := file.read_text()) != settings:
         sys.exit(f"error: {args.folder} is of {old}, not of {settings}: give another --folder")
     if (failed := args.folder / FAILED).exists():

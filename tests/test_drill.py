@@ -355,7 +355,7 @@ def test_sittings_add_up_and_a_saved_round_is_not_played_again(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        (f'"version": "{saved.package_hash()}"', '"version": "0123"', "of version 0123, but"),
+        (f'"version": "{saved.code_version()}"', '"version": "0123"', "of version 0123, but"),
         ("}", "", "line 1 of rounds.jsonl is not a round: remove it"),
         ('"launcher"', '"starter"', "line 1 of rounds.jsonl is not a round: remove it"),
     ],
@@ -378,14 +378,14 @@ def test_a_round_is_of_the_version_of_all_that_it_depends_on(tmp_path, monkeypat
         shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(saved, "ROOT", tmp_path)
     monkeypatch.setattr(saved.ddp_ref, "__file__", str(tmp_path / "src/ddp_ref/__init__.py"))
-    before = saved.package_hash()
-    assert saved.package_hash() == before
+    before = saved.code_version()
+    assert saved.code_version() == before
     if changed == "torch":
         monkeypatch.setattr(torch, "__version__", "0.0")
     else:
         file = "src/ddp_ref/handler.py" if changed == "package" else changed
         (tmp_path / file).write_text("other")
-    assert saved.package_hash() != before
+    assert saved.code_version() != before
 
 
 @pytest.mark.full

@@ -249,7 +249,7 @@ class Call(AbstractContextManager[Any, None]):
     def _compare(self, rank: int, text: str) -> dict[int, str]:
         """Return the problem if a rank is in the call `text`, and this rank in another one.
 
-        `rank` is ~rank if the store says so.
+        For a rank that is known from the store alone, `rank` and the key of the problem are ~rank.
         """
         advice = "every rank must make the same on_rank and rank_first calls in the same order"
         problem = f"rank {max(rank, ~rank)} is in {text}, rank {self.me} in {self.text}: {advice}"
