@@ -144,7 +144,7 @@ test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs: 7 minutes
 gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md; installs nothing
 	$(PYTHON) benchmarks/gpu_report.py $(ARGS)
 
-drill: $(READY)  ## break a job ROUNDS times, drawn from SEED, and see it end right; srun after slurm-up
+drill: $(READY)  ## run a job ROUNDS times with random faults, drawn from SEED; srun after slurm-up
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)
 
 bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benchmarks.md: an hour, idle

@@ -4,8 +4,7 @@ On two ranks, rank 0 writes a model and its optimizer's momentum while the other
 save writes a new file, as it does in a real run, and the file is deleted before the next save.
 `Handler` does more than the baseline: it gathers the random states of all ranks, checks that the
 weights are finite, verifies the table of contents of the finished file, renames the file into place
-and syncs the folder. It is faster because it asks the disk to start before everything is written,
-so less is left to wait for at the end.
+and syncs the folder.
 """
 
 import os

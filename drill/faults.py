@@ -1,4 +1,4 @@
-"""The faults: signals to processes, a disk that gets full, a file that is damaged."""
+"""Inject a fault: send a signal, fill a disk, or damage a file."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from harness import Running, clean_environment
 from launchers import TIMEOUT, host_process, slurm_environment
-from moment import REACHED, STRUCK, put
+from moment import INJECTED, REACHED, put
 from plan import EPOCHS, STEPS, Plan
 
 from ddp_ref.training import checkpoint
@@ -25,36 +25,37 @@ SIGNALS = {
     "interrupt": signal.SIGINT,
     "terminate": signal.SIGTERM,
 }
-DISK = "2m"
-CHECKPOINT = 110_000  # bytes, about
-FILLER = "filler"
-LAST = checkpoint.NAME.format(EPOCHS * STEPS)  # once this checkpoint is there, training is over
-GONE = psutil.NoSuchProcess, ProcessLookupError, subprocess.CalledProcessError  # of scancel
+DISK_SIZE = "2m"
+CHECKPOINT_SIZE = 110_000  # bytes, about
+FILLER = "filler"  # the file that fills the disk
+LAST = checkpoint.NAME.format(EPOCHS * STEPS)  # the training writes this checkpoint at its end
+JOB_GONE = psutil.NoSuchProcess, ProcessLookupError, subprocess.CalledProcessError  # by scancel
 
 
-def strike(plan: Plan, running: Running, folder: Path, checkpoints: Path) -> bool:
-    """Do what `plan` says to the rank that waits in `folder`, and let it go.
+def inject(plan: Plan, running: Running, folder: Path, checkpoints: Path) -> bool:
+    """Inject the fault of `plan` and let the waiting rank continue.
 
-    Return whether the fault hit the training, which may be over before a delay is.
+    Returns:
+        Whether the fault hit the training. If it has a delay, the training may have ended before.
     """
     rank = psutil.Process(int((folder / REACHED).read_text()))
     if plan.fault == "full disk":
-        fill(checkpoints, free=int(plan.share * CHECKPOINT))
+        fill(checkpoints, free=int(plan.share * CHECKPOINT_SIZE))
     if plan.fault not in SIGNALS:
-        own = f"the drill's own on rank {plan.rank}"
-        put(folder / STRUCK, own if plan.fault == "exception" else "")
+        error = f"the drill's own on rank {plan.rank}" if plan.fault == "exception" else ""
+        put(folder / INJECTED, error)
         return True
     if plan.delay:
-        put(folder / STRUCK, "")
+        put(folder / INJECTED, "")
         time.sleep(plan.delay)
     over = (checkpoints / LAST).exists()  # then the rank, or the whole job, may be gone
-    with suppress(*GONE) if over else nullcontext():
+    with suppress(*JOB_GONE) if over else nullcontext():
         send(SIGNALS[plan.fault], plan, running, rank)
-        over = over or (checkpoints / LAST).exists()  # it was written just before the signal
+        over = over or (checkpoints / LAST).exists()  # written just before the signal
         if plan.fault == "pause":
             time.sleep(plan.share * TIMEOUT / 3)
             rank.send_signal(signal.SIGCONT)
-    put(folder / STRUCK, "")
+    put(folder / INJECTED, "")
     return not over
 
 
@@ -72,13 +73,17 @@ def send(number: signal.Signals, plan: Plan, running: Running, rank: psutil.Proc
 
 
 def slurm(*command: str) -> None:
-    """Run a command of Slurm; CalledProcessError where it fails."""
+    """Run a Slurm command.
+
+    Raises:
+        CalledProcessError: If it fails.
+    """
     environment = clean_environment() | slurm_environment()
     subprocess.run(command, env=environment, timeout=30, check=True, capture_output=True)
 
 
 def damage(plan: Plan, path: Path) -> None:
-    """Cut `path` short, or turn over one of its bits."""
+    """Truncate the file, or flip one of its bits."""
     content = bytearray(path.read_bytes())
     place = int(plan.share * len(content))
     if plan.fault == "truncate":
@@ -89,29 +94,29 @@ def damage(plan: Plan, path: Path) -> None:
 
 
 def fill(folder: Path, free: int) -> None:
-    """Leave at most `free` bytes of the disk that holds `folder`."""
+    """Fill the disk of `folder`, so that at most `free` bytes are left."""
     disk = os.statvfs(folder)
     (folder / FILLER).write_bytes(bytes(max(0, disk.f_bavail * disk.f_frsize - free)))
 
 
 @contextmanager
 def small_disk(launcher: str, folder: Path) -> Iterator[Path]:
-    """Mount a small tmpfs at `folder` where rank 0 runs; yield the path to it from here.
+    """Mount a small tmpfs at `folder` where rank 0 runs, and yield a path to it for this process.
 
-    The hosts of the local cluster have mounts of their own, to which /proc leads.
+    The hosts of the local Slurm cluster have mounts of their own, which /proc makes accessible.
     """
     host = os.getpid() if launcher != "srun" else host_process()
-    there = ["nsenter", f"--target={host}", "--mount"]
+    on_host = ["nsenter", f"--target={host}", "--mount"]
     folder.mkdir(exist_ok=True)
-    mount(*there, "mount", "-t", "tmpfs", "-o", f"size={DISK}", "drill", str(folder))
+    mount(*on_host, "mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "drill", str(folder))
     try:
         yield Path(f"/proc/{host}/root{folder}")
     finally:
-        mount(*there, "umount", "--lazy", str(folder))  # lazy: also with a process left in it
+        mount(*on_host, "umount", "--lazy", str(folder))  # lazy: a process may still use it
 
 
 def why_no_small_disk(launcher: str, folder: Path) -> str:
-    """Return why none can be mounted for rank 0, in a line; nothing if one can."""
+    """Return in one line why rank 0 cannot have a small disk, or "" if it can."""
     try:
         with small_disk(launcher, folder):
             return ""
@@ -120,7 +125,11 @@ def why_no_small_disk(launcher: str, folder: Path) -> str:
 
 
 def mount(*command: str) -> None:
-    """Run a command that mounts or unmounts; raise OSError with what it says."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if done.returncode:
-        raise OSError(f"a small disk cannot be mounted: {done.stderr.strip()}")
+    """Run a command that mounts or unmounts.
+
+    Raises:
+        OSError: If it fails, with its message.
+    """
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if ended.returncode:
+        raise OSError(f"cannot mount a small disk: {ended.stderr.strip()}")

@@ -1,6 +1,6 @@
-"""Run the script of DRILL_SCRIPT as it is, but that a rank waits for the drill at DRILL_MOMENT.
+"""Run the script DRILL_SCRIPT unchanged, but let a rank wait for the drill at DRILL_MOMENT.
 
-The script's code runs as this module's own, and so in the processes that it spawns as well.
+The script runs in this module's namespace, so its spawned processes import this module, too.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The job's command line under each launcher, and which launchers there are here."""
+"""The job's command under each launcher, and whether this machine has a Slurm cluster for it."""
 
 import os
 import subprocess
@@ -10,18 +10,19 @@ from plan import EPOCHS
 
 JOB = Path(__file__).with_name("job.py")
 SCRIPT = SCRIPTS / "train_reference.py"
-CHECKPOINTS = "run"  # the folder, within that of the round
-TIMEOUT = 15  # seconds of patience with a rank
+CHECKPOINTS = "run"  # the folder of the checkpoints, inside the folder of the round
+TIMEOUT = 15  # seconds: parallel.timeout
 SETTINGS = (
     f"training.num_epochs={EPOCHS}",
     "training.checkpoint_at=1",
     f"training.path={CHECKPOINTS}",
     f"parallel.timeout={TIMEOUT}",
 )
-CLUSTER = "/run/local-cluster-{}/slurm.conf"  # of scripts/slurm/local_cluster.sh
+# Where scripts/slurm/local_cluster.sh writes the configuration of its cluster.
+CLUSTER = "/run/local-cluster-{}/slurm.conf"
 
 
-def command(launcher: str, restarts: int = 0) -> list[str | Path]:
+def job_command(launcher: str, restarts: int = 0) -> list[str | Path]:
     """Return the command that runs the job on two ranks."""
     job: list[str | Path] = [
         JOB,
@@ -39,25 +40,29 @@ def command(launcher: str, restarts: int = 0) -> list[str | Path]:
 
 
 def slurm_environment() -> dict[str, str]:
-    """Return what leads to the cluster: SLURM_CONF as it is set, else of the local cluster."""
+    """Return SLURM_CONF if it is set, otherwise the local cluster's if that is up."""
     local = CLUSTER.format(os.environ.get("LOCAL_CLUSTER", "ddp"))
-    found = os.environ.get("SLURM_CONF", local if Path(local).exists() else "")
-    return {"SLURM_CONF": found} if found else {}
+    path = os.environ.get("SLURM_CONF", local if Path(local).exists() else "")
+    return {"SLURM_CONF": path} if path else {}
 
 
 def host_process() -> int:
-    """Return the id of the process under which the local cluster runs rank 0."""
-    found = slurm_environment().get("SLURM_CONF")
-    noted = Path(found).parent / "node1" / "pid" if found else None
-    if noted is None or not noted.exists():
-        raise OSError(f"it needs the cluster of make slurm-up, SLURM_CONF is {found}")
-    return int(noted.read_text())
+    """Return the id of the process in which the local cluster runs its first host.
+
+    Raises:
+        OSError: If there is no local cluster.
+    """
+    config = slurm_environment().get("SLURM_CONF")
+    pid_file = Path(config).parent / "node1" / "pid" if config else None
+    if pid_file is None or not pid_file.exists():
+        raise OSError(f"it needs the cluster of make slurm-up, but SLURM_CONF is {config}")
+    return int(pid_file.read_text())
 
 
 def why_no_slurm() -> str:
-    """Return why there are no ranks of Slurm to strike, in a line; nothing if there are.
+    """Return in one line why the drill cannot use Slurm, or "" if it can.
 
-    The drill finds them by their process ids: they must be on this machine.
+    The drill sends signals to process ids, so Slurm must run its jobs on this machine.
     """
     try:
         host_process()
@@ -66,12 +71,12 @@ def why_no_slurm() -> str:
     environment = clean_environment() | slurm_environment()
     states = ["sinfo", "--noheader", "--Node", "--responding", "--states=idle,mix,alloc"]
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             states, env=environment, capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"no Slurm cluster answers, make slurm-up starts one: {error}"
-    if asked.returncode:
-        return f"no Slurm cluster answers, make slurm-up starts one: {asked.stderr.strip()[-100:]}"
-    nodes = len(asked.stdout.splitlines())
-    return "" if nodes >= 2 else f"the Slurm cluster has {nodes} of 2 hosts that can take a job"
+    if answer.returncode:
+        return f"no Slurm cluster answers, make slurm-up starts one: {answer.stderr.strip()[-100:]}"
+    hosts = len(answer.stdout.splitlines())
+    return "" if hosts >= 2 else f"the Slurm cluster has {hosts} of 2 hosts that can run jobs"

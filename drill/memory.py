@@ -8,12 +8,13 @@ from statistics import median
 import psutil
 from harness import Running
 
-SAMPLE = 1  # seconds between two looks at the memory
-SETTLE = 60  # seconds in which a process may still grow: buffers, and code that is imported late
-WINDOW = 30  # seconds of training, whose median counts
+SAMPLE = 1  # seconds between two samples
+SETTLE = 60  # seconds in which a process may still allocate buffers and import modules
+WINDOW = 30  # seconds: we compare medians over such a window
 
 
 def ranks(running: Running) -> list[psutil.Process]:
+    """Return the processes of the ranks, which the launcher has started."""
     children = psutil.Process(running.process.pid).children()
     return [child for child in children if "resource_tracker" not in "".join(child.cmdline())]
 
@@ -37,7 +38,8 @@ class Memory:
     def sample(self) -> None:
         processes = [psutil.Process(self.running.process.pid), *ranks(self.running)]
         sizes = {process.pid: process.memory_full_info().uss / 2**20 for process in processes}
-        if self.last in self.running.text():  # asked last: what follows training takes more
+        # Checked after measuring, because the scoring after the training takes more memory.
+        if self.last in self.running.text():
             return
         for pid, mib in sizes.items():
             name = self.names.setdefault(pid, f"rank {len(self.names) - 1}")
@@ -45,9 +47,9 @@ class Memory:
 
 
 def growth(samples: list[tuple[float, float]]) -> float | None:
-    """Return how much more it is at the end than after a minute, None if it was too short.
+    """Return by how many MiB the last half minute is above the first one after SETTLE.
 
-    A peak does not count, because both are the median of half a minute.
+    Both are medians, so a short peak does not count. None if there are too few samples.
     """
     settled, end = samples[0][0] + SETTLE, samples[-1][0]
     early = [mib for when, mib in samples if settled <= when < settled + WINDOW]

@@ -1,4 +1,4 @@
-"""Have one rank wait at a moment of the training, so that the drill strikes there and then."""
+"""Make one rank wait at a moment of the training, so that the drill can inject its fault there."""
 
 import functools
 import json
@@ -12,46 +12,49 @@ from ddp_ref.training import checkpoint, train_state
 from ddp_ref.training.loop import TrainLoop
 
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
-PATIENCE = 60  # seconds, with the drill
-REACHED, STRUCK = Path("reached"), Path("struck")  # in the folder of the round, the job's own
-STEPS_TAKEN = Path("steps")  # there as well: a byte for each step that the rank has taken
-WRITING = checkpoint, "_check_readable"  # rank 0: the new file is there, under another name
+PATIENCE = 60  # seconds that the rank waits for the drill
+# Files in the folder of the round, where the job runs.
+REACHED = Path("reached")  # the rank writes its process id here when it starts to wait
+INJECTED = Path("injected")  # the drill writes this once it has injected its fault
+STEPS_TAKEN = Path("steps")  # has a byte for each step that the rank has taken
+# Here, rank 0 has written the new checkpoint, but not renamed it yet.
+WRITING = checkpoint, "_check_readable"
 PLACES: dict[str, tuple[Any, str]] = {
     "start-up": (TrainerDDP, "__init__"),  # before the group is open
     "load": (Handler, "load"),
     "step": (TrainLoop, "_train_step"),
     "validation": (Handler, "validate"),
     "epoch's end": (Checkpoint, "on_epoch_end"),
-    "save": (train_state, "gather_objects"),  # where the others wait as well
+    "save": (train_state, "gather_objects"),  # the other ranks wait here as well
 }
 
 
 def arm() -> None:
-    """Wait, in the rank that DRILL_MOMENT names, before its nth visit of the place: once a round.
+    """Make the rank that DRILL_MOMENT names wait before it reaches the place for the nth time.
 
-    A rank that is started again, by torchrun or by the drill, finds the moment over.
+    It waits only once per round: not again when torchrun or the drill has restarted it.
     """
-    asked = json.loads(os.environ[VARIABLE])
-    begin = TrainerDDP.__init__
+    moment = json.loads(os.environ[VARIABLE])
+    original = TrainerDDP.__init__
 
-    def begin_armed(self: TrainerDDP, rank: int, config: Any) -> None:
-        if rank == asked["rank"] and not REACHED.exists():
-            owner, name = PLACES[asked["place"]]
+    def armed(self: TrainerDDP, rank: int, config: Any) -> None:
+        if rank == moment["rank"] and not REACHED.exists():
+            owner, name = PLACES[moment["place"]]
             if name == "__init__":
                 wait()
-            elif asked["place"] == "save" and rank == 0:
-                wait_before(*WRITING, nth=asked["nth"])
+            elif moment["place"] == "save" and rank == 0:
+                wait_before(*WRITING, nth=moment["nth"])
             else:
-                wait_before(owner, name, nth=asked["nth"])
-        if rank == asked["rank"]:
+                wait_before(owner, name, nth=moment["nth"])
+        if rank == moment["rank"]:
             count_steps()
-        begin(self, rank, config)
+        original(self, rank, config)
 
-    TrainerDDP.__init__ = begin_armed  # type: ignore[method-assign]
+    TrainerDDP.__init__ = armed  # type: ignore[method-assign]
 
 
 def wait_before(owner: Any, name: str, nth: int) -> None:
-    """Wait before the nth call of what `owner` has under `name`."""
+    """Patch the function `name` of `owner` to wait before its nth call."""
     function, calls = getattr(owner, name), 0
 
     @functools.wraps(function)
@@ -66,7 +69,7 @@ def wait_before(owner: Any, name: str, nth: int) -> None:
 
 
 def count_steps() -> None:
-    """Write a byte for each step that this rank takes; the next process of the rank adds to it."""
+    """Make this rank append a byte to a file for each step, also after a restart."""
     take_step = TrainLoop._train_step
 
     @functools.wraps(take_step)
@@ -79,19 +82,19 @@ def count_steps() -> None:
 
 
 def wait() -> None:
-    """Say that the moment is there and wait until the drill has struck; raise if it says so."""
+    """Wait until the drill has injected its fault; if the drill asks for it, raise an error."""
     put(REACHED, str(os.getpid()))
     deadline = time.monotonic() + PATIENCE
-    while not STRUCK.exists():
-        if time.monotonic() > deadline:  # it was killed: nobody else would end this rank
-            raise TimeoutError("the drill has not struck")
+    while not INJECTED.exists():
+        if time.monotonic() > deadline:  # the drill was killed, and nobody else would end this rank
+            raise TimeoutError(f"the drill has injected no fault within {PATIENCE} s")
         time.sleep(0.01)
-    if error := STRUCK.read_text(encoding="utf-8"):
+    if error := INJECTED.read_text(encoding="utf-8"):
         raise RuntimeError(error)
 
 
 def put(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step: the other side looks for the file."""
+    """Write `text` to `path` atomically, because another process waits for the file."""
     part = path.with_name(f".{path.name}")
     part.write_text(text, encoding="utf-8")
     part.replace(path)

@@ -1,4 +1,4 @@
-"""What a round does: drawn from the seed, the round's number, and the pairs to choose from."""
+"""Draw what a round does: which launcher, which fault, on which rank, and when."""
 
 import random
 from collections.abc import Iterator, Set
@@ -7,7 +7,7 @@ from itertools import count
 
 Pairs = Set[tuple[str, str]]  # of a launcher and a fault
 LAUNCHERS = ("spawn", "torchrun", "srun")
-FAULTS = (  # docs/fault-drill.md says what each of them is
+FAULTS = (  # docs/fault-drill.md explains each of them
     "kill",
     "stop",
     "pause",
@@ -18,30 +18,32 @@ FAULTS = (  # docs/fault-drill.md says what each of them is
     "truncate",
     "flip",
 )
-DAMAGES = ("truncate", "flip")
-TO_ALL = ("interrupt", "terminate")  # whose signal may go to the whole job
-AT_ANY_TIME = ("kill", "pause", "truncate", "flip", *TO_ALL)  # that need no rank that waits
-EPOCHS, STEPS = 6, 23  # of the unbroken run; STEPS are of an epoch
-KEEP = 3  # checkpoints, Checkpoint's default
+DAMAGES = ("truncate", "flip")  # of the newest checkpoint, after a kill
+TO_ALL = ("interrupt", "terminate")  # signals that may also go to the whole job
+# These can happen at any time. The others need a rank that waits for them.
+AT_ANY_TIME = ("kill", "pause", "truncate", "flip", *TO_ALL)
+EPOCHS, STEPS = 6, 23  # of the whole training, and per epoch
+KEEP = 3  # checkpoints, the default of Checkpoint
 IN_TRAINING = ("step", "validation", "epoch's end", "save")
 PLACES = ("start-up", "load", *IN_TRAINING)
-BY_DESIGN = ("load", "save")  # where a stopped rank is waited for, as one that is slow: on_rank
+# A rank that is stopped here looks like a slow one, so the others wait for it in on_rank.
+ON_RANK_WAITS = ("load", "save")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A fault, whom it strikes, and when: `delay` seconds after `rank` has come to a place."""
+    """One round: the fault comes `delay` seconds after `rank` has reached a place."""
 
     number: int
     launcher: str
-    restarts: int  # of torchrun
+    restarts: int  # torchrun's --max-restarts
     fault: str
     rank: int
-    to_all: bool  # the fault is not the rank's alone
+    to_all: bool  # the fault hits all ranks, at the time when `rank` reaches the place
     place: str
-    nth: int
+    nth: int  # the fault comes when `rank` reaches the place for the nth time
     delay: float
-    share: float  # of a file's bytes: where it is cut or changed, or how much of it a disk takes
+    share: float  # from 0 to 1: where in a file the damage is, or how much space the disk has left
 
     @property
     def pair(self) -> tuple[str, str]:
@@ -52,21 +54,21 @@ class Plan:
         return "all" if self.to_all else str(self.rank)
 
     @property
-    def how(self) -> str:
-        """Return the launcher with its option, as the table has it."""
+    def launch(self) -> str:
+        """Return the launcher with its option."""
         return f"{self.launcher} --max-restarts={self.restarts}" if self.restarts else self.launcher
 
     @property
-    def is_answered(self) -> bool:
-        """Whether it is a signal that finds all ranks in Handler.train, which saves and leaves."""
+    def must_save(self) -> bool:
+        """Whether this is a SIGTERM during Handler.train, after which the job saves and exits."""
         return self.fault == "terminate" and not self.delay and self.place in IN_TRAINING
 
     @property
     def must_show(self) -> bool:
-        """Whether the job cannot go on, or be started anew, without a word about the fault.
+        """Whether the output must mention the fault even if the job succeeds.
 
-        It can after a pause, and where a disk gets full once a checkpoint is there that makes
-        another one superfluous: its place is free again.
+        The job need not notice a pause. And once it has written as many checkpoints as it keeps,
+        deleting the oldest one can make enough room on a full disk.
         """
         if self.fault == "full disk":
             return self.place != "save" or self.nth <= KEEP
@@ -74,40 +76,41 @@ class Plan:
 
     @property
     def epochs_saved(self) -> int:
-        """How many epochs have ended with a checkpoint when the rank has come to its place.
+        """How many epochs have a checkpoint by the time the rank reaches its place.
 
-        This holds for both ranks: each waits in `on_rank` until rank 0 has written a checkpoint.
+        This holds for both ranks, because each waits in `on_rank` until rank 0 has written a
+        checkpoint.
         """
         return (self.nth - 1) // (STEPS if self.place == "step" else 1)
 
     def __str__(self) -> str:
         nth = f" {self.nth}" if self.place in IN_TRAINING else ""
-        whom = f"all as rank {self.rank} is" if self.to_all else f"rank {self.rank}"
-        late = f" + {self.delay:.2f} s" if self.delay else ""
-        return f"{self.how} | {self.fault} | {whom} at {self.place}{nth}{late}"
+        target = f"all, when rank {self.rank} is" if self.to_all else f"rank {self.rank}"
+        delay = f" + {self.delay:.2f} s" if self.delay else ""
+        return f"{self.launch} | {self.fault} | {target} at {self.place}{nth}{delay}"
 
 
 def draw(seed: int, number: int, pairs: Pairs) -> Plan:
-    """Return the plan of a round; one whose launcher and fault are not in `pairs` is drawn anew."""
+    """Return the plan of a round, whose launcher and fault are one of `pairs`."""
     chance = random.Random(f"{seed} {number}")
     while True:
         plan = _draw(chance, number)
-        stuck = plan.fault == "stop" and plan.place in BY_DESIGN
-        if plan.pair in pairs and not stuck:
+        waits_forever = plan.fault == "stop" and plan.place in ON_RANK_WAITS
+        if plan.pair in pairs and not waits_forever:
             return plan
 
 
-def drawn(seed: int, asked: Pairs, possible: Pairs) -> Iterator[Plan]:
-    """Yield the plans of the rounds 1, 2 and so on, without those that are not possible here."""
+def draw_possible(seed: int, requested: Pairs, possible: Pairs) -> Iterator[Plan]:
+    """Yield the plans of the rounds 1, 2 and so on, without those that this machine cannot run."""
     for number in count(1):
-        plan = draw(seed, number, asked)
+        plan = draw(seed, number, requested)
         if plan.pair in possible:
             yield plan
 
 
 def _draw(chance: random.Random, number: int) -> Plan:
     launcher, fault = chance.choice(LAUNCHERS), chance.choice(FAULTS)
-    # What is damaged must not be the only checkpoint: the drill begins with the third epoch.
+    # There must be an older checkpoint than the damaged one, so damage starts in the third epoch.
     places, first = (IN_TRAINING, 3) if fault in DAMAGES else (PLACES, 1)
     place, epoch = chance.choice(places), chance.randint(first, EPOCHS)
     nth = {"start-up": 1, "load": 1, "step": (epoch - 1) * STEPS + chance.randint(1, STEPS)}
@@ -116,7 +119,7 @@ def _draw(chance: random.Random, number: int) -> Plan:
         launcher=launcher,
         restarts=chance.randint(0, 1) if launcher == "torchrun" else 0,
         fault=fault,
-        rank=0 if fault == "full disk" else chance.randint(0, 1),  # rank 0 writes
+        rank=0 if fault == "full disk" else chance.randint(0, 1),  # only rank 0 writes
         to_all=fault in TO_ALL and chance.random() < 0.5,
         place=place,
         nth=nth.get(place, epoch),

@@ -1,4 +1,4 @@
-"""Rounds in a file, one per line, so that several sittings add up."""
+"""Save rounds in a file, one per line, so that several runs of the drill add up."""
 
 import hashlib
 import json
@@ -8,52 +8,63 @@ from pathlib import Path
 
 import torch
 from plan import Plan
-from rounds import Cost, Played
+from rounds import Cost, RoundResult
 
 import ddp_ref
 
 ROOT = Path(__file__).resolve().parent.parent
-JOB = ("scripts/train_reference.py", "scripts/configs/digits.yaml", "datautils.py")
-DRILL = ("faults", "job", "judge", "launchers", "moment", "plan", "rounds")  # not what it tells
+# What decides how a round ends, besides the package. The drill's other modules only report it.
+FILES = (
+    "datautils.py",
+    "drill/faults.py",
+    "drill/job.py",
+    "drill/judge.py",
+    "drill/launchers.py",
+    "drill/moment.py",
+    "drill/plan.py",
+    "drill/rounds.py",
+    "scripts/configs/digits.yaml",
+    "scripts/train_reference.py",
+    "tests/harness.py",
+)
 
 
 def code_version() -> str:
-    """Return a short hash of what the rounds in one file share.
+    """Return a short hash of the code that decides how a round ends.
 
-    It covers the package, the drill, the job that it breaks, and the version of torch.
+    It covers the package, the drill, the job that it runs, and the version of torch.
     """
     package = Path(ddp_ref.__file__).parent
     digest = hashlib.sha256(torch.__version__.encode())
-    others = [ROOT / "drill" / f"{name}.py" for name in DRILL] + [ROOT / name for name in JOB]
-    for file in [*sorted(package.rglob("*.py")), *others]:
+    for file in [*sorted(package.rglob("*.py")), *(ROOT / name for name in FILES)]:
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def load(path: Path) -> list[Played]:
-    """Return the rounds in `path`, none if there is no such file.
+def load(path: Path) -> list[RoundResult]:
+    """Return the rounds in `path`, or [] if there is no such file.
 
-    Exit with an error in one line if they are of another version.
+    Exit with an error if they come from another version of the code.
     """
-    rounds, own = [], code_version()
+    rounds, current = [], code_version()
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if (version := row.pop("version")) != own:
+            if (version := row.pop("version")) != current:
                 sys.exit(
-                    f"error: {path} has rounds of version {version}, but this is version {own} of "
-                    "the package, the drill, its job and torch: give --save another file"
+                    f"error: {path} has rounds of version {version}, but this is version {current} "
+                    "of the package, the drill, its job and torch: give --save another file"
                 )
             plan, cost = row.pop("plan"), row.pop("cost")
-            rounds.append(Played(plan=Plan(**plan), cost=Cost(**cost), **row))
+            rounds.append(RoundResult(plan=Plan(**plan), cost=Cost(**cost), **row))
         except (ValueError, KeyError, TypeError, AttributeError):
             sys.exit(f"error: line {number} of {path} is not a round: remove it")
     return rounds
 
 
-def add(path: Path, played: Played) -> None:
-    """Add a round to `path`. A file that does not exist yet is created."""
+def add(path: Path, result: RoundResult) -> None:
+    """Append the result of a round to `path`, and create the file if it does not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"version": code_version()} | asdict(played)) + "\n")
+        file.write(json.dumps({"version": code_version()} | asdict(result)) + "\n")

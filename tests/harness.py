@@ -17,15 +17,15 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
-MARK = "DDP_TEST_RUN"  # every process of a run inherits it, whatever session it moves to
-FRESH = "DDP_TEST_FRESH"  # warm_start.py starts a fresh interpreter where it is set
+MARK = "DDP_TEST_RUN"  # all processes of a run inherit this variable, in any session
+FRESH = "DDP_TEST_FRESH"  # if it is set, warm_start.py starts a fresh interpreter
 LAUNCH_VARIABLES = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
 LAUNCH_NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished command wrote, and its exit code (negative: the signal that ended it)."""
+    """The output of a finished command, and its exit code. Negative: the signal that ended it."""
 
     stdout: str
     stderr: str
@@ -33,7 +33,7 @@ class Result:
 
 
 class Running:
-    """A command in the background; on leaving the `with`, nothing of it is left, or it is an error.
+    """A command in the background. When its `with` block ends, no process of it may be left.
 
     Python is forked from a process that has imported torch (warm_start.py), unless it is `fresh`.
     Standard output and error go to files, so that a test can read them while the command runs.
@@ -66,7 +66,7 @@ class Running:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.process.poll()
-        if self.process.returncode is None:  # the test failed, or ends the command this way
+        if self.process.returncode is None:  # the test failed, or it ends the command like this
             self.kill()
             self.process.wait()
         left = self._settle()
@@ -74,11 +74,11 @@ class Running:
         assert kind or not left, f"processes left behind: {left}"
 
     def processes(self) -> list[psutil.Process]:
-        """Return every live process of this run, wherever it has moved."""
+        """Return every live process of this run, whatever its parent or session."""
         return marked(self.mark)
 
     def wait(self, timeout: float = 240) -> Result:
-        """Return the result; past `timeout` seconds everything is killed and the test fails."""
+        """Return the result. After `timeout` seconds, kill all processes and fail."""
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -93,11 +93,11 @@ class Running:
                 process.kill()
 
     def text(self) -> str:
-        """Return all that was written so far."""
+        """Return the output so far."""
         return self.out.read_text() + self.err.read_text()
 
     def wait_for(self, text: str, timeout: float = 60) -> str:
-        """Return all output once it contains `text`; fail after `timeout` seconds or at the end."""
+        """Return the output once it contains `text`. Fail if the command ends or the time is up."""
         deadline = time.monotonic() + timeout
         while text not in self.text():
             over = self.process.poll() is not None and text not in self.text()
@@ -106,7 +106,7 @@ class Running:
         return self.text()
 
     def _settle(self, seconds: float = 10) -> list[str]:
-        """Return the processes that are still there after a short while to finish exiting."""
+        """Give the processes a short time to exit, and return those that are left."""
         deadline = time.monotonic() + seconds
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -114,33 +114,33 @@ class Running:
 
 
 def free_port() -> int:
-    """Return a port that nobody uses, below those that Linux hands out by itself.
+    """Return a free port below the range from which Linux assigns ports by itself.
 
-    Between this call and its use, a test beside this one would be given any other free port.
+    Linux could give a port of its own range to another test before the caller uses it.
     """
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_768)  # the global one is seeded alike
+        port = random.SystemRandom().randrange(20_000, 32_768)  # tests seed the global generator
         with socket.socket() as server, suppress(OSError):
             server.bind(("127.0.0.1", port))
             return port
 
 
 def without_gloo(text: str) -> str:
-    """Leave out the lines that gloo of torch 2.8 prints whenever a group opens."""
+    """Remove the lines that gloo in torch 2.8 prints whenever a group opens."""
     theirs = r"^.*(\[Gloo\] Rank|Expected number of connected peer ranks).*\n"
     return re.sub(theirs, "", text, flags=re.MULTILINE)
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Return every live process that has inherited `mark`, whoever started it."""
-    found = []
+    """Return every live process that has inherited `mark`."""
+    processes = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != "zombie":
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return processes
 
 
 def run(
@@ -150,13 +150,13 @@ def run(
     env: dict[str, str] | None = None,
     fresh: bool = False,
 ) -> Result:
-    """Run a command to its end in `cwd`; fail past `timeout` seconds or if it leaves a process."""
+    """Run a command in `cwd`. Fail after `timeout` seconds, or if it leaves a process behind."""
     with Running(*command, cwd=cwd, env=env, fresh=fresh) as running:
         return running.wait(timeout)
 
 
 def wait_until(condition: Callable[[], object], timeout: float = 60) -> None:
-    """Return once `condition` is true; fail after `timeout` seconds."""
+    """Wait until `condition` is true. Fail after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"{condition} did not come true"
@@ -170,7 +170,7 @@ def torchrun(nproc: int, *script: str | Path, restarts: int = 0) -> list[str | P
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this environment without what a launcher may have set, one thread a process."""
+    """Return this environment with one thread per process, and without a launcher's variables."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -226,7 +226,7 @@ class Bar:
 
     all: ClassVar[list] = []
 
-    def __init__(self, total, desc, file):
+    def __init__(self, total, desc):
         self.total, self.desc, self.count, self.closed = total, desc, 0, False
         self.all.append(self)
 

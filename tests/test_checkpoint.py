@@ -2,6 +2,7 @@
 
 import errno
 import io
+import math
 import os
 import resource
 import signal
@@ -382,3 +383,33 @@ def test_a_mask_of_a_module_that_is_used_twice_may_be_infinite():
     shared = nn.Linear(1, 1)
     shared.register_buffer("mask", torch.tensor([float("-inf")]))
     checkpoint.check_finite(nn.Sequential(shared, shared))
+
+
+FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_weight_that_is_not_finite_is_found_wherever_it_is(dtype):
+    model = nn.Module()
+    for position in range(70):  # in the vectorized part of a loop, and in its rest
+        values = torch.zeros(70)
+        values[position] = math.nan
+        model.weight = nn.Parameter(values.to(getattr(torch, dtype)), requires_grad=False)
+        with pytest.raises(FloatingPointError, match="weight is not finite"):
+            checkpoint.check_finite(model)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf])
+def test_an_infinite_weight_is_found_and_an_infinite_buffer_is_not(value):
+    model = nn.Linear(1, 3)
+    model.register_buffer("mask", torch.tensor([0, value]))
+    model.register_buffer("none", torch.empty(0))
+    model.register_buffer("ids", torch.tensor([1], dtype=torch.uint16))  # it has no aminmax
+    checkpoint.check_finite(model)
+    model.mask[0] = math.nan
+    with pytest.raises(FloatingPointError, match="mask is not finite"):
+        checkpoint.check_finite(model)
+    model.mask[0] = 0
+    model.bias.data[1] = value
+    with pytest.raises(FloatingPointError, match="bias is not finite"):
+        checkpoint.check_finite(model)

@@ -1,4 +1,4 @@
-"""The drill draws the same rounds from a seed, ends them right, and can see one that is wrong."""
+"""The drill draws the same rounds from a seed, and finds the rounds that do not end right."""
 
 import re
 import shutil
@@ -12,20 +12,20 @@ import pytest
 import report
 import saved
 import torch
-from faults import LAST, strike
+from faults import LAST, inject
 from harness import ROOT, SCRIPTS, Result, Running, run, wait_until
 from judge import (
     Wrong,
-    check_clear,
     check_equal,
     check_kept,
     check_no_crash,
+    check_output,
     check_restart,
-    due,
+    due_checkpoints,
 )
 from plan import PLACES, Plan
-from report import costs, table
-from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, Cost, Job, Played
+from report import cost_table, outcome_table
+from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, Cost, Job, RoundResult
 
 from ddp_ref.training.loop import TrainLoop
 
@@ -42,9 +42,9 @@ def test_the_page_begins_with_what_the_table_says():
     headline = page.split("\n\n")[1]
     [written] = re.findall(r"^\d+ rounds: .*\d [\w ]+", page, re.M)
     counts = {words: number for number, words in re.findall(r"(\d+) ([a-z ]+)", written)}
-    told = ["rounds", WENT_ON, RESUMED, STARTED_OVER]
-    told += [outcome for outcome in counts if outcome not in told]  # such as TOO_LATE, at the end
-    assert re.findall(r"\d+", headline) == [counts[outcome] for outcome in told]
+    order = ["rounds", WENT_ON, RESUMED, STARTED_OVER]
+    order += [outcome for outcome in counts if outcome not in order]  # such as TOO_LATE
+    assert re.findall(r"\d+", headline) == [counts[outcome] for outcome in order]
 
 
 def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
@@ -64,18 +64,21 @@ def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
     assert len(set(texts) & set(others)) < 5
 
 
-def test_a_round_that_is_not_possible_is_left_out_and_no_other_changes(tmp_path):
+def test_the_other_rounds_stay_the_same_if_some_are_impossible(tmp_path):
     nowhere = {"SLURM_CONF": str(tmp_path / "slurm.conf")}
     faults = ["--plan", "--faults", "kill", "flip"]
     ended = drill(tmp_path, *faults, "--rounds", "30", **nowhere)
     reason, *rounds = ended.stdout.splitlines()
-    assert reason.startswith("left out: srun: it needs the cluster of make slurm-up")
+    assert reason.startswith("without srun: it needs the cluster of make slurm-up")
     assert len(rounds) == 30
     assert not any("srun" in line for line in rounds)
     numbers = [int(line.split()[1]) for line in rounds]
     missing = min(set(range(1, 31)) - set(numbers))
     alone = drill(tmp_path, *faults, "--only", str(missing), **nowhere)
-    assert alone.code == 1 and f"error: round {missing} is left out here: srun |" in alone.stderr
+    assert (
+        alone.code == 1
+        and f"error: this machine cannot run round {missing}: srun |" in alone.stderr
+    )
 
 
 def plan(fault, place="step", nth=30, **options):
@@ -87,7 +90,7 @@ def plan(fault, place="step", nth=30, **options):
     ("before", "after", "lost"),
     [
         ("123", "123", ""),
-        ("123", "234", ""),  # a newer one has taken the place of the oldest
+        ("123", "234", ""),  # a newer one has replaced the oldest
         ("12", "123", ""),
         ("123", "12", "3"),
         ("123", "13", "2"),
@@ -95,7 +98,7 @@ def plan(fault, place="step", nth=30, **options):
         ("1", "", "1"),
     ],
 )
-def test_a_checkpoint_that_is_lost_is_found(before, after, lost):
+def test_a_lost_checkpoint_is_found(before, after, lost):
     if not lost:
         check_kept(set(before), set(after))
         return
@@ -111,16 +114,16 @@ def test_a_checkpoint_that_is_lost_is_found(before, after, lost):
         (plan("kill", launcher="torchrun", restarts=1), 0, "failed (exitcode: -15) local_rank: 1"),
         (plan("exception"), 1, "RuntimeError: the drill's own on rank 0"),
         (plan("pause"), 0, ""),
-        (plan("full disk", "save", 6), 0, ""),  # it was the last
+        (plan("full disk", "save", 6), 0, ""),  # it had more than the newest three
         (plan("terminate"), 143, "ended by a signal at step 31"),
         (plan("terminate", launcher="torchrun"), 1, "ended by a signal at step 31"),
-        # It was started again, has gone on, and newer checkpoints have taken the place.
+        # It was restarted, and newer checkpoints have replaced the one of step 30.
         (plan("terminate", launcher="torchrun", restarts=1), 0, "ended by a signal at step 30"),
     ],
 )
-def test_a_clear_end_is_seen(broken, code, text):
+def test_an_output_that_names_the_cause_passes(broken, code, text):
     saved = {f"step_00000003{n}.pt" for n in (1, 2, 3)}
-    check_clear(broken, Result("", text, code), saved, hit=True)
+    check_output(broken, Result("", text, code), saved, hit=True)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +143,10 @@ def test_a_clear_end_is_seen(broken, code, text):
         (plan("kill"), 1, "SIGKILL\nterminate called after throwing", "has crashed"),
     ],
 )
-def test_an_end_that_is_not_clear_is_found(broken, code, text, said):
+def test_an_output_without_the_cause_is_found(broken, code, text, said):
     for result in (Result("", text, code), Result(text, "", code)):
         with pytest.raises(Wrong, match=said):
-            check_clear(broken, result, {"step_000000031.pt"}, hit=True)
+            check_output(broken, result, {"step_000000031.pt"}, hit=True)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,6 @@ def test_the_end_of_a_killed_job_is_no_crash(text):
     check_no_crash(Result("", text, 1))
 
 
-STRUCK = plan("kill", launcher="torchrun", restarts=1)
 RESTARTED = "failed (exitcode: -9) local_rank: 0\n"
 NEWEST = "loaded run/step_000000046.pt: epoch 2, step 46"
 
@@ -190,10 +192,10 @@ NEWEST = "loaded run/step_000000046.pt: epoch 2, step 46"
         (RESTARTED + NEWEST, {"step_000000023.pt", "step_000000046.pt"}),
         (RESTARTED + NEWEST, {"step_000000023.pt"}),  # the fault had a delay
         (RESTARTED + "no checkpoint in run", set()),
-        ("", {"step_000000023.pt"}),  # it went on without a restart, as after a pause
+        ("", {"step_000000023.pt"}),  # no restart, as after a pause
     ],
 )
-def test_a_restart_by_torchrun_that_resumes_is_right(text, before):
+def test_a_restart_by_torchrun_may_resume(text, before):
     check_restart(Result("", text, 0), before)
 
 
@@ -215,14 +217,14 @@ def test_a_restart_by_torchrun_from_scratch_is_found(text):
         ("save", 5, [46, 69, 92]),  # the newest three
     ],
 )
-def test_the_checkpoints_that_are_due_follow_from_the_place(place, nth, steps):
+def test_the_due_checkpoints_follow_from_the_place(place, nth, steps):
     assert place in PLACES
-    assert due(plan("kill", place, nth)) == {f"step_{step:09d}.pt" for step in steps}
+    assert due_checkpoints(plan("kill", place, nth)) == {f"step_{step:09d}.pt" for step in steps}
 
 
 @contextmanager
-def a_rank_that_lives(seconds, folder):
-    script = f"sleep {seconds} & echo $! > rank; mv rank {moment.REACHED}; wait; sleep 60"
+def rank_that_lives(seconds, folder):
+    script = f"sleep {seconds} & echo $! > rank; mv rank {moment.REACHED}; wait; exec sleep 60"
     with Running("sh", "-c", script, cwd=folder) as running:
         wait_until((folder / moment.REACHED).exists)
         yield running
@@ -235,21 +237,21 @@ def a_rank_that_lives(seconds, folder):
 def test_a_fault_hits_only_while_the_training_goes_on(tmp_path, seconds, over, hit):
     if over:
         (tmp_path / LAST).touch()
-    with a_rank_that_lives(seconds, tmp_path) as running:
-        assert strike(plan("kill", delay=1), running, tmp_path, tmp_path) is hit
-        wait_until(lambda: len(running.processes()) == 2)  # sh, and its last sleep
+    with rank_that_lives(seconds, tmp_path) as running:
+        assert inject(plan("kill", delay=1), running, tmp_path, tmp_path) is hit
+        wait_until(lambda: len(running.processes()) == 1)  # the shell, which is now a sleep
 
 
-def test_a_fault_that_finds_no_rank_in_the_training_is_an_error(tmp_path):
-    with a_rank_that_lives(0.3, tmp_path) as running, pytest.raises(psutil.NoSuchProcess):
-        strike(plan("kill", delay=1), running, tmp_path, tmp_path)
+def test_a_rank_that_is_gone_before_the_training_ends_is_an_error(tmp_path):
+    with rank_that_lives(0.3, tmp_path) as running, pytest.raises(psutil.NoSuchProcess):
+        inject(plan("kill", delay=1), running, tmp_path, tmp_path)
 
 
-def test_silence_is_right_only_where_the_fault_came_too_late():
+def test_a_job_may_ignore_a_fault_only_if_it_came_too_late():
     late = plan("kill", delay=0.5)
-    check_clear(late, Result("", "", 0), set(), hit=False)
+    check_output(late, Result("", "", 0), set(), hit=False)
     with pytest.raises(Wrong, match="exit code 1 without a clear error"):
-        check_clear(late, Result("", "", 1), set(), hit=False)
+        check_output(late, Result("", "", 1), set(), hit=False)
 
 
 @pytest.mark.parametrize(
@@ -290,8 +292,8 @@ def test_the_table_counts_the_outcomes_of_each_pair():
     restarted = plan("kill", launcher="torchrun", restarts=1)
     outcomes = [(kill, RESUMED), (kill, RESUMED), (kill, STARTED_OVER), (restarted, "went on")]
     outcomes += [(kill, TOO_LATE)]
-    rounds = [Played(plan, outcome, 1.0) for plan, outcome in [(all_of, RESUMED), *outcomes]]
-    head, _, *rows = [line.split("|")[1:-1] for line in table(rounds).splitlines()]
+    rounds = [RoundResult(plan, outcome, 1.0) for plan, outcome in [(all_of, RESUMED), *outcomes]]
+    head, _, *rows = [line.split("|")[1:-1] for line in outcome_table(rounds).splitlines()]
     assert [cell.strip() for cell in head] == [
         "fault",
         "rank",
@@ -310,12 +312,16 @@ def cells(line):
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def test_the_costs_are_medians_and_maxima_of_the_rounds_that_are_right():
+def test_the_costs_are_medians_and_maxima_of_the_rounds_that_passed():
     kills = [Cost(1.0, 4.0, 7), Cost(3.0, 5.0, 0), Cost(2.0, 9.0, 23)]
-    rounds = [Played(plan("kill"), RESUMED, 9.0, cost=cost) for cost in kills]
-    pause = Played(plan("pause"), "went on", 9.0, cost=Cost(steps=0))
-    rounds += [Played(plan("kill"), WRONG, 9.0), Played(plan("kill"), TOO_LATE, 9.0), pause]
-    head, _, *rows = [cells(line) for line in costs(rounds).splitlines()]
+    rounds = [RoundResult(plan("kill"), RESUMED, 9.0, cost=cost) for cost in kills]
+    pause = RoundResult(plan("pause"), "went on", 9.0, cost=Cost(steps=0))
+    rounds += [
+        RoundResult(plan("kill"), WRONG, 9.0),
+        RoundResult(plan("kill"), TOO_LATE, 9.0),
+        pause,
+    ]
+    head, _, *rows = [cells(line) for line in cost_table(rounds).splitlines()]
     assert head == ["fault", "rounds", "job ended after", "training resumed after", "steps lost"]
     assert rows == [
         ["kill", "3", "2.0 / 3.0 s", "5.0 / 9.0 s", "7 / 23"],
@@ -327,16 +333,16 @@ KILLS = ["--launchers", "spawn", "--faults", "kill"]
 
 
 def save_rounds(file, seed, numbers):
-    """Save rounds as if they had been played, with a cost for each."""
+    """Save rounds as if they had been run, each with a cost."""
     command = " ".join([".venv/bin/python drill/drill.py --seed", seed, *KILLS])
     for number in numbers:
         own = plan("kill", number=number)
         day, cost = f"2026-11-0{number}", Cost(1.0, 4.0, 10)
-        saved.add(file, Played(own, RESUMED, 9.0, "", cost, command, jobs=2, day=day))
+        saved.add(file, RoundResult(own, RESUMED, 9.0, "", cost, command, jobs=2, day=day))
     return saved.load(file)
 
 
-def test_sittings_add_up_and_a_saved_round_is_not_played_again(tmp_path):
+def test_saved_rounds_add_up_and_are_not_run_again(tmp_path):
     file, page = tmp_path / "rounds.jsonl", tmp_path / "page.md"
     page.write_text("<!-- begin of what the drill has written -->\n<!-- end -->")
     assert len(save_rounds(file, "4", [1, 2])) == 2
@@ -361,7 +367,7 @@ def test_sittings_add_up_and_a_saved_round_is_not_played_again(tmp_path):
     ],
     ids=["another version", "cut short", "other fields"],
 )
-def test_a_file_to_which_nothing_can_be_added_is_one_line(tmp_path, before, after, said):
+def test_a_file_that_does_not_fit_is_an_error_of_one_line(tmp_path, before, after, said):
     file = tmp_path / "rounds.jsonl"
     save_rounds(file, SEED, [1])
     text = file.read_text()
@@ -370,10 +376,9 @@ def test_a_file_to_which_nothing_can_be_added_is_one_line(tmp_path, before, afte
     assert ended.code == 1 and said in ended.stderr and ended.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("changed", ["drill/judge.py", *saved.JOB, "torch", "package"])
-def test_a_round_is_of_the_version_of_all_that_it_depends_on(tmp_path, monkeypatch, changed):
-    judges = [f"drill/{name}.py" for name in saved.DRILL]
-    for name in (*saved.JOB, *judges, "src/ddp_ref/handler.py"):
+@pytest.mark.parametrize("changed", [*saved.FILES, "torch", "package"])
+def test_the_version_covers_all_code_that_decides_a_round(tmp_path, monkeypatch, changed):
+    for name in (*saved.FILES, "src/ddp_ref/handler.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     monkeypatch.setattr(saved, "ROOT", tmp_path)
@@ -389,7 +394,7 @@ def test_a_round_is_of_the_version_of_all_that_it_depends_on(tmp_path, monkeypat
 
 
 @pytest.mark.full
-def test_an_interrupt_ends_the_rounds_that_are_played(tmp_path):
+def test_an_interrupt_ends_the_running_rounds(tmp_path):
     flags = ["--launchers", "spawn", "--faults", "stop", "--rounds", "4", "--jobs", "2"]
     command = [sys.executable, DRILL, "--seed", SEED, *flags]
     with Running(*command, cwd=tmp_path, env={"TMPDIR": str(tmp_path)}) as running:
@@ -409,13 +414,13 @@ def test_an_interrupt_ends_the_rounds_that_are_played(tmp_path):
 
 def processes_in(folder):
     """Return the live processes whose working directory is below `folder`."""
-    found = psutil.process_iter(["cwd"])
-    return [process for process in found if (process.info["cwd"] or "").startswith(str(folder))]
+    processes = psutil.process_iter(["cwd"])
+    return [process for process in processes if (process.info["cwd"] or "").startswith(str(folder))]
 
 
 @pytest.mark.full
-def test_rounds_end_right_and_the_table_tells(tmp_path):
-    """A checkpoint that is damaged after a kill, and an exception; then all of it from the file."""
+def test_rounds_end_right_and_the_tables_show_it(tmp_path):
+    """One round damages a checkpoint, one raises an exception; then we read both from the file."""
     page = tmp_path / "page.md"
     page.write_text(
         "before\n<!-- begin of what the drill has written -->\nold\n<!-- end -->\nafter"
@@ -428,7 +433,7 @@ def test_rounds_end_right_and_the_table_tells(tmp_path):
     assert len(rows) == 4 and all("1 resumed" in row for row in rows[:2]), ended.stdout
     again = drill(tmp_path, *flags).stdout
     assert "round 1" in ended.stdout and "round 1" not in again and rows[0] in again
-    exception, flip = (played.cost for played in saved.load(tmp_path / "rounds.jsonl"))
+    exception, flip = (result.cost for result in saved.load(tmp_path / "rounds.jsonl"))
     assert exception.steps == 23  # rank 1 raises at the end of an epoch that is not saved yet
     assert flip.steps >= 23  # the damaged checkpoint was of an epoch
     assert all(0 < cost.ended < cost.resumed + 60 for cost in (exception, flip))
@@ -438,11 +443,11 @@ def test_rounds_end_right_and_the_table_tells(tmp_path):
 
 
 @pytest.mark.full
-def test_a_job_that_ends_before_the_fault_is_told_apart(tmp_path):
+def test_a_job_that_ends_before_the_fault_is_an_outcome_of_its_own(tmp_path):
     job = Job(SCRIPTS / "train_reference.py", tmp_path)
-    job.run_unbroken(["spawn"])
-    played = job.play(plan("kill", "save", 6, delay=10))
-    assert (played.outcome, played.cost) == (TOO_LATE, Cost()), played.detail
+    job.run_fault_free(["spawn"])
+    result = job.run_round(plan("kill", "save", 6, delay=10))
+    assert (result.outcome, result.cost) == (TOO_LATE, Cost()), result.detail
 
 
 FORGETS = "from ddp_ref import Handler\nHandler.load = lambda self, path: None"
@@ -452,43 +457,55 @@ from ddp_ref import Handler
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
     Handler.load = lambda self, path: None
 """
-SAVES_ONLY_THE_END = "from ddp_ref import Checkpoint\nCheckpoint.on_epoch_end = lambda self: None"
-DEAF = """
+SAVES_NO_EPOCH = "from ddp_ref import Checkpoint\nCheckpoint.on_epoch_end = lambda self: None"
+IGNORES_SIGTERM = """
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal = lambda number, handler: None
 """
-LEAVES = """
+LEAVES_A_PROCESS = """
 import os, subprocess
 if {}:
     subprocess.Popen(["sleep", "600"], start_new_session=True)
 """
-FIRST = '"null" not in os.environ["DRILL_MOMENT"] and not os.path.exists("struck")'
-SECOND = 'os.path.exists("struck")'
+IN_FIRST_RUN = '"null" not in os.environ["DRILL_MOMENT"] and not os.path.exists("injected")'
+IN_SECOND_RUN = 'os.path.exists("injected")'
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("launcher", "fault", "number", "lines", "said"),
     [
-        ("spawn", "exception", 1, FORGETS, "it was to begin with"),
+        ("spawn", "exception", 1, FORGETS, "the second run did not log"),
         ("torchrun", "exception", 2, FORGETS_IN_A_RESTART, "restarted by torchrun without loading"),
-        ("spawn", "exception", 1, SAVES_ONLY_THE_END, "lost step_000000023.pt, step_000000046.pt"),
-        # The fault goes to rank 1, as it saves.
-        ("spawn", "terminate", 7, DEAF, "exit code 0 without a clear error"),
-        ("spawn", "exception", 1, LEAVES.format(FIRST), "processes left behind: ["),
-        ("spawn", "exception", 1, LEAVES.format(SECOND), "processes left behind: ["),
+        ("spawn", "exception", 1, SAVES_NO_EPOCH, "lost step_000000023.pt, step_000000046.pt"),
+        # The signal goes to rank 1 while it saves.
+        ("spawn", "terminate", 7, IGNORES_SIGTERM, "exit code 0 without a clear error"),
+        (
+            "spawn",
+            "exception",
+            1,
+            LEAVES_A_PROCESS.format(IN_FIRST_RUN),
+            "processes left behind: [",
+        ),
+        (
+            "spawn",
+            "exception",
+            1,
+            LEAVES_A_PROCESS.format(IN_SECOND_RUN),
+            "processes left behind: [",
+        ),
     ],
     ids=[
         "does not resume",
         "does not resume in a restart",
-        "saves only the end",
-        "is deaf",
-        "leaves a process as it breaks",
-        "leaves a process at the end",
+        "saves only at the end",
+        "ignores SIGTERM",
+        "leaves a process in the first run",
+        "leaves a process in the second run",
     ],
 )
-def test_a_job_that_ends_wrong_is_found(tmp_path, launcher, fault, number, lines, said):
+def test_a_defect_of_the_job_is_found(tmp_path, launcher, fault, number, lines, said):
     script = tmp_path / "broken.py"
     text = (SCRIPTS / "train_reference.py").read_text()
     line = "def classifier("

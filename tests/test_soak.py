@@ -7,6 +7,7 @@ import math
 import shlex
 import sys
 
+import attempts
 import pytest
 import soak
 import torch
@@ -31,7 +32,7 @@ newest = checkpoint.numbered(home)[-1:]
 done = checkpoint.step_of(newest[0]) if newest else 0
 log = f"loaded {newest[0]}: epoch {done}" if newest else f"no checkpoint in {home}: from scratch"
 (home / "log.txt").write_text("no checkpoint in run: " if defect == "starts over" else log)
-if defect in ("is deaf", "is slow to exit"):
+if defect in ("ignores SIGTERM", "is slow to exit"):
     signal.signal(signal.SIGTERM, lambda *_: (home / "signalled").touch())
 print("epochs are done", flush=True)
 for epoch in range(done + 1, epochs + 1):
@@ -57,12 +58,12 @@ def attempt(tmp_path, monkeypatch):
     """Return a function that starts SCRIPT once, with a defect; the only fault is SIGTERM."""
     (tmp_path / "char_gpt.py").write_text(SCRIPT)
     for name, value in {"SCRIPTS": tmp_path, "STUCK": 3, "SAMPLE": 0.05}.items():
-        monkeypatch.setattr(soak, name, value)
-    monkeypatch.setattr(soak, "FAULTS", [SIGTERM])
+        monkeypatch.setattr(attempts, name, value)
+    monkeypatch.setattr(attempts, "FAULTS", [SIGTERM])
 
     def run_once(defect, epochs=3, every=math.inf):
         args = argparse.Namespace(seed=0, epochs=epochs, flags=[defect])
-        return soak.run_once(args, tmp_path, 1, every)  # 1: with --nproc, so without torchrun
+        return attempts.run_once(args, tmp_path, 1, every)  # 1: with --nproc, so without torchrun
 
     return run_once
 
@@ -95,9 +96,9 @@ def test_a_hang_is_found_even_if_the_next_fault_would_end_it(attempt, every):
 
 
 def test_a_hang_after_a_pause_is_found_even_if_a_save_was_in_flight(attempt, tmp_path, monkeypatch):
-    monkeypatch.setattr(soak, "FAULTS", [soak.PAUSE])
+    monkeypatch.setattr(attempts, "FAULTS", [attempts.PAUSE])
     epochs = itertools.count(9)
-    monkeypatch.setattr(soak, "inject", lambda *_: save(tmp_path / "run", next(epochs)))
+    monkeypatch.setattr(attempts, "inject", lambda *_: save(tmp_path / "run", next(epochs)))
     with pytest.raises(Wrong, match="no new checkpoint"):
         attempt("hangs", epochs=2, every=0.01)
 
@@ -130,7 +131,7 @@ def test_a_fault_after_the_last_epoch_does_not_count_if_the_job_succeeds(attempt
 
 def test_a_job_that_ignores_a_fault_is_found(attempt):
     with pytest.raises(Wrong, match=f"the job ignored {SIGTERM}"):
-        attempt("is deaf", epochs=15, every=0.5)
+        attempt("ignores SIGTERM", epochs=15, every=0.5)
 
 
 MEASURED = {"launcher": 0.1, "rank 0": 0.2, "rank 1": 0.3}
@@ -138,9 +139,9 @@ MEASURED = {"launcher": 0.1, "rank 0": 0.2, "rank 1": 0.3}
 
 def runs(folder, growths=MEASURED, trained=700.0):
     """Return two complete runs in `folder`. `growths` are those of the last attempt."""
-    whole = soak.Attempt("torchrun", "", trained=trained, growths=MEASURED)
-    short = soak.Attempt("torchrun", "", code=1, trained=60, ended=2, faults=["Ctrl-C"])
-    last = soak.Attempt("--nproc", "step_000000001.pt", trained=trained, growths=growths)
+    whole = attempts.Attempt("torchrun", "", trained=trained, growths=MEASURED)
+    short = attempts.Attempt("torchrun", "", code=1, trained=60, ended=2, faults=["Ctrl-C"])
+    last = attempts.Attempt("--nproc", "step_000000001.pt", trained=trained, growths=growths)
     whole.peaks, last.peaks = dict.fromkeys(MEASURED, 8.0), dict.fromkeys(growths, 9.0)
     for name in (soak.FAULT_FREE, soak.WITH_FAULTS):
         save(folder / name / "run", 5)
@@ -200,9 +201,9 @@ def test_the_command_in_the_report_repeats_the_run(monkeypatch, flags):
 
 
 def test_running_again_cannot_make_an_error_good(tmp_path):
-    attempts = tmp_path / "runs" / "soak" / "fault-free" / "attempts.jsonl"
-    attempts.parent.mkdir(parents=True)
-    attempts.write_text("no JSON")
+    file = tmp_path / "runs" / "soak" / "fault-free" / "attempts.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("no JSON")
     first = run_soak(tmp_path)
     assert first.code == 1 and first.stderr.startswith("WRONG: Expecting value")
     again = run_soak(tmp_path)
@@ -223,14 +224,14 @@ def test_a_run_with_faults_ends_at_the_same_weights_and_a_difference_is_found(tm
 
     # No attempt is made again, but the results are compared again.
     folder = tmp_path / "runs" / "soak"
-    attempts = folder / "with-faults" / "attempts.jsonl"
+    file = folder / "with-faults" / "attempts.jsonl"
     *_, newest = sorted((folder / "fault-free" / "run").glob("step_*.pt"))
     state = torch.load(newest)
     state["model"]["places.weight"][0, 0] += 1e-6
     torch.save(state, newest)
-    grown = json.loads(attempts.read_text().splitlines()[-1])
+    grown = json.loads(file.read_text().splitlines()[-1])
     grown["growths"]["rank 1"] = 20.5
-    attempts.write_text(json.dumps(grown) + "\n")
+    file.write_text(json.dumps(grown) + "\n")
     again = run_soak(tmp_path)
     assert again.code == 1 and again.stdout == ""
     growing, weights = again.stderr.splitlines()

@@ -1,7 +1,6 @@
 """Callbacks: hooks around training, which every rank calls in the same order."""
 
 import math
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -186,8 +185,7 @@ class ProgressBar(Callback):
         except ImportError:
             warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
             return
-        name = f"epoch {self.handler.epoch + 1}"
-        self._bar = tqdm(desc=name, total=self.handler.steps_left, file=sys.stderr)
+        self._bar = tqdm(desc=f"epoch {self.handler.epoch + 1}", total=self.handler.steps_left)
 
     def on_step_end(self) -> None:
         if self._bar is not None:  # a bar without a length is falsy

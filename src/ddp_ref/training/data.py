@@ -107,9 +107,8 @@ def eval_loader(
         ValueError: If the data has no length, or an option would change the items or the order.
     """
     rank, world_size = _shard(rank, world_size)
-    changing = [n for n in ("shuffle", "sampler", "batch_sampler", "drop_last") if loader.get(n)]
-    if changing:
-        raise ValueError(f"evaluation uses all items in order: leave out {', '.join(changing)}")
+    if given := [n for n in ("shuffle", "sampler", "batch_sampler", "drop_last") if loader.get(n)]:
+        raise ValueError(f"evaluation uses all items in order: leave out {', '.join(given)}")
     dataset, batch_size, loader = _unpack(data, batch_size, loader)
     if isinstance(dataset, IterableDataset):
         raise ValueError("an IterableDataset cannot be evaluated exactly: make a list of its items")
@@ -200,11 +199,8 @@ class TrainBatches:
 
     def windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each remaining optimizer step of the epoch."""
-        accumulate = self.handler.accumulate
-        if self.steps_per_epoch is None:
-            batches: Iterator[Any] = iter(self.loader)
-        else:
-            batches = islice(self._stream, self.steps_per_epoch * accumulate)
+        accumulate, steps = self.handler.accumulate, self.steps_per_epoch
+        batches = islice(self._stream, steps * accumulate) if steps else iter(self.loader)
         while window := list(islice(batches, accumulate)):
             yield window
 

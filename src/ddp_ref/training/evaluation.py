@@ -121,7 +121,8 @@ def gather_rows(own: Any, items: int) -> Any:
         whole = own.new_empty(items, *own.shape[1:], device=CPU)
         specs = exchange_objects((own.shape, own.dtype))
         # One after the other, so that rank 0 holds only two ranks' rows beside the whole.
-        parts = (move_tensor(own.contiguous(), spec, src) for src, spec in enumerate(specs))
+        rest = (move_tensor(own.contiguous(), spec, src) for src, spec in enumerate(specs) if src)
+        parts = chain([None if dist.get_rank() else own], rest)
     for rank, part in enumerate(parts):
         if part is not None and len(part):
             whole[rank :: dist.get_world_size()] = part
