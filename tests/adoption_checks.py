@@ -1,9 +1,11 @@
-"""Checks of what real code brings to Handler; test_adoption.py starts the ranks, and is one itself.
+"""Checks that Handler works with what existing code uses.
 
-Batches of any shape, token counts, existing loaders, streams, metric objects, loops of one's own.
+Batches of any shape, token counts, existing loaders, streams, metric objects and custom loops.
+test_adoption.py runs these checks on several ranks, and also in its own process without a group.
 """
 
 import math
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +37,7 @@ from ddp_ref import (
     wrap_model,
 )
 
-# Sentences of different lengths: a batch has as many rows as its sentences have tokens
+# Sentences of different lengths: a batch has one row per token
 
 
 def sentences(number):
@@ -51,8 +53,8 @@ def sentences(number):
     ]
 
 
-def joined(items):
-    """Return all tokens of some sentences as a batch of dicts."""
+def collate_tokens(items):
+    """Collate some sentences into one batch, a dict with the tokens of all of them."""
     words, classes = zip(*items, strict=True)
     return {"words": torch.cat(words), "classes": torch.cat(classes)}
 
@@ -68,7 +70,7 @@ class Tagger(nn.Module):
 
 
 def mean_over_tokens(outputs, targets):
-    """Return the mean; of no token, a zero with gradients of zero."""
+    """Return the mean loss per token. Without tokens, the loss and its gradients are zero."""
     total = nn.functional.cross_entropy(outputs["logits"], targets, reduction="sum")
     return total / max(len(targets), 1)
 
@@ -89,7 +91,7 @@ def tagger(**options):
 def one_big_batch(items):
     model = Tagger()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    batch = joined(items)
+    batch = collate_tokens(items)
     outputs = model(batch["words"])
     loss = mean_over_tokens(outputs, batch["classes"])
     loss.backward()
@@ -103,18 +105,18 @@ def check_gradients_and_means_are_over_all_tokens_of_all_ranks():
     weights, loss, right = one_big_batch(items)
     for batch_size, accumulate in ((8, 1), (2, 4), (1, 8)):  # some batches have no token at all
         handler = tagger(accumulate=accumulate)
-        handler.set_train_loader(items, batch_size, collate_fn=joined, shuffle=False)
-        handler.set_val_loader(items, batch_size, collate_fn=joined)
-        whole = handler.evaluate([joined(items)])
+        handler.set_train_loader(items, batch_size, collate_fn=collate_tokens, shuffle=False)
+        handler.set_val_loader(items, batch_size, collate_fn=collate_tokens)
+        whole = handler.evaluate([collate_tokens(items)])
         assert handler.validate() == {name: pytest.approx(whole[name], rel=1e-12) for name in whole}
         handler.train(1)
         assert handler.step == 1
         assert (flat(handler.model) - weights).abs().max() < 1e-14
         assert handler.train_losses == [pytest.approx(loss, rel=1e-13)]
         assert handler.train_metrics["right"] == [pytest.approx(right, rel=1e-12)]
-    # Without `count`, ranks and batches have equal weight.
+    # With the same count for every batch, all batches have equal weight.
     handler = tagger(count=lambda batch: torch.tensor(1))
-    handler.set_train_loader(items, 2, collate_fn=joined, shuffle=False)
+    handler.set_train_loader(items, 2, collate_fn=collate_tokens, shuffle=False)
     handler.accumulate = 4
     handler.train(1)
     assert (flat(handler.model) - weights).abs().max() > 1e-4
@@ -125,7 +127,7 @@ def check_a_count_costs_one_all_reduce_per_step():
 
     def calls(**options):
         handler = tagger(**options)
-        handler.set_train_loader(items, 3, collate_fn=joined)
+        handler.set_train_loader(items, 3, collate_fn=collate_tokens)
         return gloo_calls(lambda: handler.train(1))
 
     with_count = calls()
@@ -134,35 +136,35 @@ def check_a_count_costs_one_all_reduce_per_step():
     assert with_count - without == Counter(expected) and not without - with_count
 
 
-def named(items):
+def collate_to_dict(items):
     inputs, targets = torch.utils.data.default_collate(items)
     return {"inputs": inputs, "extra": "a text", "targets": targets}
 
 
-def check_forward_is_how_a_batch_meets_the_model_and_names_stay_the_models():
+def check_forward_unpacks_a_batch_and_checkpoints_keep_the_models_names():
     size = 8 * world_size()
     pairs, dicts = job(size, 2), job(size, 2, forward=lambda m, b: (m(b["inputs"]), b["targets"]))
-    dicts.set_train_loader(Points(size), 2, collate_fn=named)
+    dicts.set_train_loader(Points(size), 2, collate_fn=collate_to_dict)
     for handler in (pairs, dicts):
         handler.train(1)
         handler.save("forward.pt")
         assert "0.weight" in torch.load("forward.pt", weights_only=True)["model"]
     assert torch.equal(flat(pairs.model), flat(dicts.model))
     expected = pairs.predict(Points(7), 2)
-    predicted = dicts.predict(Points(7), 2, collate_fn=named, num_workers=1)
+    predicted = dicts.predict(Points(7), 2, collate_fn=collate_to_dict, num_workers=1)
     assert predicted is expected is None if rank() else torch.equal(predicted, expected)
 
 
-def check_ddp_options_reach_ddp_and_the_argument_wins_over_the_variable():
+def check_ddp_options_reach_ddp_and_override_the_environment_variable():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DDP_FIND_UNUSED_PARAMETERS", "1")
         options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 7}
-        both = [job(ddp_options=options), job(ddp_options={"find_unused_parameters": False})]
+        jobs = [job(ddp_options=options), job(ddp_options={"find_unused_parameters": False})]
     if dist.is_initialized():
-        assert both[0].model.gradient_as_bucket_view and both[0].model.find_unused_parameters
-        assert both[0].model.bucket_bytes_cap == 7 * 2**20
-        assert not both[1].model.find_unused_parameters
-    for wrong in ("no_such_option", "device_ids"):  # on one process, too
+        assert jobs[0].model.gradient_as_bucket_view and jobs[0].model.find_unused_parameters
+        assert jobs[0].model.bucket_bytes_cap == 7 * 2**20
+        assert not jobs[1].model.find_unused_parameters
+    for wrong in ("no_such_option", "device_ids"):  # on one process too
         with pytest.raises(TypeError, match=wrong):
             job(ddp_options={wrong: None})
 
@@ -170,44 +172,44 @@ def check_ddp_options_reach_ddp_and_the_argument_wins_over_the_variable():
 # Existing loaders
 
 
-def pairs_of(items):
-    pairs_of.calls += 1
+def counting_collate(items):
+    counting_collate.calls += 1
     return torch.utils.data.default_collate(items)
 
 
-class Own(DataLoader):
-    """A loader class of a library, with a collate_fn that it makes by itself."""
+class LibraryLoader(DataLoader):
+    """A loader class like those of libraries, which sets its own collate_fn."""
 
     def __init__(self, data, *args, **kwargs):
-        super().__init__(data, *args, collate_fn=pairs_of, **kwargs)
+        super().__init__(data, *args, collate_fn=counting_collate, **kwargs)
 
 
-def check_an_existing_loader_is_rebuilt_with_a_sampler_of_the_ranks():
+def check_an_existing_loader_is_rebuilt_with_a_rank_aware_sampler():
     data = Points(12 * world_size(), noise=0.5)
     expected = job(len(data), 3, noise=0.5)
     expected.train(2)
-    pairs_of.calls = 0
+    counting_collate.calls = 0
     for loader in (
-        Own(data, batch_size=3, shuffle=True),
-        Own(data, 3, shuffle=True, num_workers=1, drop_last=True),
+        LibraryLoader(data, batch_size=3, shuffle=True),
+        LibraryLoader(data, 3, shuffle=True, num_workers=1, drop_last=True),
     ):
         handler = job()
         handler.train_loader = loader
-        made = handler.train_loader
-        assert made is not loader and made.batch_size == 3
-        assert (made.num_workers, made.drop_last) == (loader.num_workers, loader.drop_last)
+        rebuilt = handler.train_loader
+        assert rebuilt is not loader and rebuilt.batch_size == 3
+        assert (rebuilt.num_workers, rebuilt.drop_last) == (loader.num_workers, loader.drop_last)
         handler.train(2)
         assert torch.equal(flat(handler.model), flat(expected.model))
-    assert pairs_of.calls == 2 * 4  # the other loader's are its worker's
+    assert counting_collate.calls == 2 * 4  # the second loader calls it in its worker
     in_order = job()
     in_order.set_train_loader(DataLoader(data, 4))
     drawn = [target for _, part in in_order.train_loader for target in part.tolist()]
     assert drawn == data.targets[rank() :: world_size()].tolist()
-    in_order.train_loader = in_order.train_loader  # ours already: its order stays
-    again = [target for _, part in in_order.train_loader for target in part.tolist()]
-    assert again == drawn
+    in_order.train_loader = in_order.train_loader  # a loader from train_loader keeps its order
+    drawn_again = [target for _, part in in_order.train_loader for target in part.tolist()]
+    assert drawn_again == drawn
     resumed = job()
-    resumed.set_train_loader(Own(data, 3, shuffle=True))
+    resumed.set_train_loader(LibraryLoader(data, 3, shuffle=True))
     expected.save("loader.pt")
     resumed.load("loader.pt")
     resumed.train(3)
@@ -221,26 +223,26 @@ class Graphs(DataLoader):
 
 
 class Neighbors(DataLoader):
-    def _get_iterator(self):  # as PyTorch Geometric's NeighborLoader
+    def _get_iterator(self):  # like PyTorch Geometric's NeighborLoader
         return iter([])
 
 
 def check_loaders_that_cannot_be_sharded_are_refused():
     data, handler = Points(12), job()
-    for own in (Graphs, Neighbors):
-        with pytest.raises(ValueError, match=f"{own.__name__} makes its batches in its own"):
-            handler.train_loader = own(data, 3)
-    some = DataLoader(data, 3, sampler=torch.utils.data.SubsetRandomSampler(range(6)))
+    for cls in (Graphs, Neighbors):
+        with pytest.raises(ValueError, match=f"{cls.__name__} makes its batches in its own"):
+            handler.train_loader = cls(data, 3)
+    subset_loader = DataLoader(data, 3, sampler=torch.utils.data.SubsetRandomSampler(range(6)))
     with pytest.raises(ValueError, match="a SubsetRandomSampler may not: pass a Subset"):
-        handler.val_loader = some
-    theirs = DistributedSampler(data, 9, 4)
+        handler.val_loader = subset_loader
+    foreign = DistributedSampler(data, 9, 4)
     if dist.is_initialized():
-        for sampler in (some.sampler, RandomSampler(data, replacement=True), theirs):
+        for sampler in (subset_loader.sampler, RandomSampler(data, replacement=True), foreign):
             name = type(sampler).__name__
             with pytest.raises(ValueError, match=f"rank {rank()} of .* this {name} is"):
                 handler.train_loader = DataLoader(data, 3, sampler=sampler)
     else:
-        handler.train_loader = some
+        handler.train_loader = subset_loader
         assert len(list(handler.train_loader)) == 2
     handler.val_loader = DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0, shuffle=False))
     seen = torch.cat([t for _, t in handler.val_loader]) if len(handler.val_loader) else None
@@ -263,29 +265,26 @@ def check_loaders_that_cannot_be_sharded_are_refused():
 
 
 class Stream(IterableDataset):
-    """Each rank's own numbers; the ranks' streams have different lengths."""
-
-    def __init__(self):
-        self.number = 0
+    """A stream of numbers that is longer on ranks with a higher number."""
 
     def __iter__(self):
         for index in range(7 + rank()):
             yield torch.full((4,), float(index)), index % 2
 
 
-def check_ranks_take_as_many_steps_of_streams_that_end_unevenly():
+def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths():
     seen = []
 
-    class Keeps(Callback):
+    class RecordsStepsLeft(Callback):
         def on_step_end(self):
             self.handler.left.append(self.handler.steps_left)
 
-    def note(model, batch):
+    def record_batch(model, batch):
         if model.training and torch.is_grad_enabled():
             seen.append(batch[0][:, 0].long().tolist())
         return model(batch[0]), batch[1]
 
-    handler = job(forward=note, callbacks=[Keeps()], accumulate=2)
+    handler = job(forward=record_batch, callbacks=[RecordsStepsLeft()], accumulate=2)
     handler.left = []
     if dist.is_initialized():
         with pytest.raises(
@@ -295,19 +294,20 @@ def check_ranks_take_as_many_steps_of_streams_that_end_unevenly():
     handler.set_train_loader(Stream(), 2, steps_per_epoch=2, drop_last=True)
     handler.train(3)
     assert handler.step == 6 and handler.left == [1, 0] * 3 and len(handler.train_losses) == 3
-    # 12 batches of a stream that gives 3 or more in each round, and goes on in the next epoch.
-    rounds = [[0, 1], [2, 3], [4, 5], [6, 7]][: (7 + rank()) // 2]
-    assert seen == (rounds * 12)[:12]
+    # Training takes 12 batches. A stream has 3 or 4, so it starts again when it ends, but not at
+    # the start of an epoch, which continues it.
+    one_pass = [[0, 1], [2, 3], [4, 5], [6, 7]][: (7 + rank()) // 2]
+    assert seen == (one_pass * 12)[:12]
     assert_same_on_all_ranks(flat(handler.model))
     handler.save("stream.pt")
     handler.loop.state.samples_seen = 4
     with pytest.warns(UserWarning, match="epoch 4 starts again"):
         handler.train(4)
     assert handler.step == 8 and handler.epoch == 4
-    handler.load("stream.pt")  # from the beginning, as in a new process
+    handler.load("stream.pt")  # the stream starts again, as in a new process
     seen.clear()
     handler.train(4)
-    assert seen[-4:] == (rounds * 4)[:4]  # after DDP's warm-up, which takes the first batch
+    assert seen[-4:] == (one_pass * 4)[:4]  # before these, DDP's warm-up used the first batch
 
     class Empty(IterableDataset):
         def __iter__(self):
@@ -329,7 +329,7 @@ class Outputs:
     name: str = "left out"
 
 
-class Many(nn.Linear):
+class ManyKinds(nn.Linear):
     kind = "dataclass"
 
     def forward(self, inputs):
@@ -341,8 +341,8 @@ class Many(nn.Linear):
         return {"loss": out.mean()} if self.kind == "loss" else out.mean(0)
 
 
-class Reuses(nn.Linear):
-    """Returns the same tensor for each batch, with other numbers."""
+class ReusesItsOutput(nn.Linear):
+    """A model that overwrites and returns the same tensor for every batch."""
 
     def forward(self, inputs):
         outputs = super().forward(inputs)
@@ -352,7 +352,7 @@ class Reuses(nn.Linear):
 
 
 def check_an_output_that_the_model_overwrites_is_copied():
-    handler = job(model=Reuses(4, 2))
+    handler = job(model=ReusesItsOutput(4, 2))
     data = Points(6 * world_size())
     predicted = handler.predict(data, 2)
     with torch.no_grad():
@@ -363,7 +363,7 @@ def check_an_output_that_the_model_overwrites_is_copied():
 def check_outputs_of_any_kind_are_split_into_items():
     torch.manual_seed(0)
     data = Points(7)
-    handler = job(model=Many(4, 2))
+    handler = job(model=ManyKinds(4, 2))
     model = handler._unwrapped
     with torch.no_grad():
         logits = nn.functional.linear(data.inputs, model.weight, model.bias)
@@ -385,7 +385,7 @@ def check_outputs_of_any_kind_are_split_into_items():
 
 
 class F1:
-    """An F1 score as torchmetrics has it: not a mean over samples, but counted over all of them."""
+    """An F1 score like torchmetrics': computed from counts over all samples, not as a mean."""
 
     def __init__(self):
         self.reset()
@@ -418,7 +418,7 @@ def f1_of(model, data):
     return (2 * counts[0] / (2 * counts[0] + counts[1] + counts[2])).item()
 
 
-def check_metric_objects_are_exact_on_uneven_data_and_taken_up_with_the_epoch():
+def check_metric_objects_are_exact_on_uneven_data_and_resume_within_an_epoch():
     torch.manual_seed(0)
     handler = job(24 * world_size(), 2, metrics={"f1": F1()}, lr=0.0, callbacks=[SaveEach()])
     for size in (1 + 2 * world_size(), 17):
@@ -437,7 +437,7 @@ def check_metric_objects_are_exact_on_uneven_data_and_taken_up_with_the_epoch():
     assert resumed.train_metrics == handler.train_metrics
 
 
-def check_a_metric_object_without_a_state_is_told_of_on_resume():
+def check_resuming_warns_about_a_metric_object_without_state():
     class Stateless(F1):
         state_dict = load_state_dict = property()  # as if it had neither
 
@@ -466,7 +466,7 @@ class Collects(nn.Module):
         return self.f1.compute()
 
 
-def check_a_rank_without_a_sample_is_an_error_of_all_only_if_a_metric_collects_lists():
+def check_a_rank_without_samples_is_an_error_on_all_ranks_only_if_a_metric_collects_lists():
     f1 = job(8 * world_size(), 2, metrics={"f1": F1()})
     lists = job(8 * world_size(), 2, metrics={"lists": Collects()})
     for handler, name in ((f1, "f1"), (lists, "lists")):
@@ -494,10 +494,10 @@ def check_a_metric_object_must_return_one_number():
         job(4 * world_size(), 2, metrics={"two": Two()}).train(1)
 
 
-# Loops of one's own
+# Custom training loops
 
 
-def check_a_loop_of_ones_own_with_the_same_parts_has_the_same_weights():
+def check_a_custom_loop_of_the_same_parts_gives_the_same_weights():
     size = 11 * world_size() - 1
     expected = job(size, 3, noise=0.5)
     expected.train(2)
@@ -517,7 +517,7 @@ def check_a_loop_of_ones_own_with_the_same_parts_has_the_same_weights():
     assert reduce_sum({"items": float(count)})["items"] == 13
 
 
-def check_another_device_than_the_groups_is_refused():
+def check_a_device_other_than_the_groups_is_refused():
     if dist.is_initialized():
         with (
             pytest.MonkeyPatch.context() as patch,
@@ -536,11 +536,14 @@ def check_freezing_after_wrapping_is_a_warning():
     if dist.is_initialized():
         with pytest.warns(UserWarning, match="requires_grad has changed since DDP wrapped"):
             handler.train(2)
-    handler.train(3)  # once
+    with warnings.catch_warnings(record=True) as caught:  # there is no second warning
+        warnings.simplefilter("always")
+        handler.train(3)
+    assert not [w for w in caught if "requires_grad" in str(w.message)]
 
 
 class Batched(Dataset):
-    """A data set that looks up a batch at once, as those of Hugging Face do."""
+    """A data set that looks up a whole batch at once, like those of Hugging Face."""
 
     def __init__(self):
         self.asked = []
@@ -556,7 +559,7 @@ class Batched(Dataset):
         return [(torch.ones(4) * torch.rand(()), index % 2) for index in indices]
 
 
-def check_a_data_sets_own_getitems_is_used_but_not_a_subsets():
+def check_a_data_sets_own_getitems_is_used_but_not_that_of_subset():
     data = Batched()
 
     def numbers(data):
@@ -565,13 +568,16 @@ def check_a_data_sets_own_getitems_is_used_but_not_a_subsets():
 
     first = numbers(data)
     assert [len(indices) for indices in data.asked] == [2, 2]
-    assert numbers(data) == first and len(set(first)) == 4  # seeded
+    assert numbers(data) == first and len(set(first)) == 4  # the draws are seeded
     data.asked.clear()
     assert len(set(numbers(Subset(data, range(len(data)))))) == 4 and not data.asked
 
 
 def check_optimizer_state_made_at_construction_is_moved_and_resumed():
-    """Adagrad's: only a GPU shows that it is moved; here, that it stays what it was."""
+    """Adagrad creates its state in the constructor.
+
+    Only on a GPU could a test see that the state is moved. On the CPU this checks that it is kept.
+    """
     data = Points(8 * world_size())
 
     def make():
@@ -597,8 +603,8 @@ def check_optimizer_state_made_at_construction_is_moved_and_resumed():
         assert torch.equal(own, other)
 
 
-def check_an_error_of_a_per_epoch_scheduler_costs_no_epoch():
-    """The checkpoint is written before it steps, and a resumed run takes that step first."""
+def check_an_error_in_a_per_epoch_scheduler_does_not_lose_the_epoch():
+    """The checkpoint is written before the scheduler steps; a resumed run takes that step first."""
 
     class Breaks(torch.optim.lr_scheduler.ExponentialLR):
         broken = True

@@ -1,4 +1,4 @@
-"""What the collectives promise, checked on every rank: run by test_collectives.py."""
+"""Check on every rank what the collectives promise. test_collectives.py runs this script."""
 
 import math
 import pickle
@@ -32,7 +32,7 @@ REDUCTIONS = [reduce_sum, reduce_mean, reduce_max, reduce_min]
 
 
 class Record:
-    """A class of the script itself: it must arrive as the receiver's own."""
+    """A class of this script. Its objects must arrive as objects of the receiver's own class."""
 
     def __init__(self, rank):
         self.rank = rank
@@ -69,7 +69,7 @@ def check_largest_and_smallest_are_exact():
     assert reduce_max({"x": -math.inf})["x"] == -math.inf
 
 
-def check_a_tensor_of_any_shape_comes_back_as_it_was_given():
+def check_a_tensor_of_any_shape_keeps_its_shape_and_dtype():
     me, world = dist.get_rank(), dist.get_world_size()
     ranks = [*range(world)]
     for dtype in DTYPES:
@@ -109,8 +109,8 @@ def check_a_tensor_may_be_a_view_with_a_gradient():
     assert torch.equal(reduce_sum({"z": z})["z"], world * z.resolve_conj())
 
 
-def check_a_result_is_a_tensor_of_its_own():
-    """Results neither share memory with what was passed, nor with each other."""
+def check_a_result_has_its_own_memory():
+    """Results share memory neither with the arguments nor with each other."""
     own = {"x": torch.ones(3, dtype=torch.float64), "y": torch.ones(3, dtype=torch.float64)}
     for function in REDUCTIONS:
         results = function(own)
@@ -120,7 +120,7 @@ def check_a_result_is_a_tensor_of_its_own():
 
 
 def check_mixed_dtypes_are_reduced_in_the_same_order_on_all_ranks():
-    """Ranks with a hash seed each: a set of the dtypes would have another order in each."""
+    """Each rank has its own hash seed, so a set of dtypes would have a different order on each."""
     me, world = dist.get_rank(), dist.get_world_size()
     makers = {
         "number": lambda rank: rank + 0.5,
@@ -133,8 +133,8 @@ def check_mixed_dtypes_are_reduced_in_the_same_order_on_all_ranks():
     }
     names = [*makers]
     for _ in range(20):
-        turned = names[me:] + names[:me] if world > 1 else names
-        sums = reduce_sum({name: makers[name](me) for name in turned})
+        rotated = names[me:] + names[:me] if world > 1 else names
+        sums = reduce_sum({name: makers[name](me) for name in rotated})
         assert list(sums) == names
         assert sums["number"] == sum(range(world)) + world / 2
         for name in names[1:]:
@@ -143,21 +143,21 @@ def check_mixed_dtypes_are_reduced_in_the_same_order_on_all_ranks():
             assert (sums[name] == sum(range(world))).all()
 
 
-def check_all_numbers_and_floating_point_tensors_are_one_all_reduce():
+def check_all_numbers_and_floating_point_tensors_share_one_all_reduce():
     values = {"a": 1.0, "b": 2, "c": torch.ones(4, 4), "d": torch.ones(2).double()}
     for function in REDUCTIONS:
         assert counted("all_reduce", lambda f=function: f(values))[1] == 1
-    whole = {"e": torch.ones(3, dtype=torch.int32), "f": torch.ones(2, dtype=torch.int64)}
-    assert counted("all_reduce", lambda: reduce_sum({**values, **whole}))[1] == 2
+    integers = {"e": torch.ones(3, dtype=torch.int32), "f": torch.ones(2, dtype=torch.int64)}
+    assert counted("all_reduce", lambda: reduce_sum({**values, **integers}))[1] == 2
     assert counted("all_reduce", lambda: reduce_sum({}))[1] == 0
 
 
-def check_half_precision_is_added_up_in_double():
+def check_half_precision_is_summed_in_double():
     me, world = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.float16, torch.bfloat16):
         own = torch.tensor(2.0 if me else 2.0**-9, dtype=dtype)
         exact = (2.0 * (world - 1) + 2.0**-9) / world
-        result = reduce_mean({"x": own}, 100_000)["x"]  # too many for float16
+        result = reduce_mean({"x": own}, 100_000)["x"]  # a count above float16's maximum
         assert result == torch.tensor(exact, dtype=torch.float64).to(dtype)
 
 
@@ -173,14 +173,14 @@ def check_a_mean_is_weighted_by_the_samples():
     assert reduce_mean({"loss": float(me)})["loss"] == (world - 1) / 2
 
 
-def check_a_count_that_is_no_count_is_an_error_on_all():
+def check_an_invalid_count_is_an_error_on_all_ranks():
     for count in (-1, math.nan, math.inf):
         own = 5 if dist.get_rank() else count
         error = str(raised(ValueError, lambda own=own: reduce_mean({"loss": 1.0}, own)))
         assert error == f"count must be at least 0 and finite, not {count:g}"
 
 
-def check_a_rank_with_nothing_takes_part():
+def check_a_rank_without_values_takes_part():
     me, world = dist.get_rank(), dist.get_world_size()
     for empty in range(world):
         others = [rank for rank in range(world) if rank != empty]
@@ -209,13 +209,13 @@ def check_a_rank_with_nothing_takes_part():
         assert means["a"] == 2.0 and means["t"].tolist() == [1, 2]
 
 
-def check_nothing_on_any_rank():
+def check_no_values_or_samples_on_any_rank():
     assert all(function({}) == {} for function in REDUCTIONS) and reduce_mean({}, 0) == {}
     means = reduce_mean({"loss": 1.0, "rows": torch.ones(2)}, 0)
     assert math.isnan(means["loss"]) and means["rows"].isnan().all()
 
 
-def check_a_non_finite_value_is_seen_by_all():
+def check_a_non_finite_value_is_seen_on_all_ranks():
     """gloo's own maximum of 0, nan and 2, on three ranks in this order, is 0."""
     me, world = dist.get_rank(), dist.get_world_size()
     for bad in range(world):
@@ -236,7 +236,7 @@ def check_a_non_finite_value_is_seen_by_all():
                 assert [each["rows"][0].item() for each in results] == [world - 1, 0]
 
 
-def check_bools_are_any_and_all():
+def check_max_and_min_of_bools_are_any_and_all():
     me = dist.get_rank()
     for own, anywhere, everywhere in [(me == 0, True, False), (True, True, True)]:
         values = {"tensor": torch.tensor([own, False]), "number": own}
@@ -246,7 +246,7 @@ def check_bools_are_any_and_all():
         assert (largest["number"], smallest["number"]) == (anywhere, everywhere)
 
 
-def check_what_has_no_result_of_its_dtype_is_refused_on_all():
+def check_a_reduction_that_a_dtype_does_not_support_is_refused_on_all_ranks():
     cases = [
         (reduce_sum, torch.bool, "int"),
         (reduce_mean, torch.bool, "double"),
@@ -256,22 +256,22 @@ def check_what_has_no_result_of_its_dtype_is_refused_on_all():
         (reduce_max, torch.uint64, "double"),
         (reduce_min, torch.uint64, "double"),
     ]
-    for function, dtype, way_out in cases:
+    for function, dtype, conversion in cases:
         own = {"fine": 1.0, "odd": torch.ones(2, dtype=dtype)}
         for values in (own, {} if dist.get_rank() == 0 else own):
             error = str(raised(ValueError, lambda f=function, v=values: f(v)))
-            assert all(part in error for part in ("'odd'", str(dtype), f".{way_out}()"))
+            assert all(part in error for part in ("'odd'", str(dtype), f".{conversion}()"))
     assert reduce_sum({"a": 1.0}) == {"a": dist.get_world_size()}
 
 
-def check_what_is_no_number_is_refused_by_name():
+def check_a_value_that_is_not_a_number_is_refused_by_name():
     for value in ("1.5", None, [1.0], 1j, np.ones(3), 10**400):
         for function in REDUCTIONS:
             error = raised(TypeError, lambda f=function, v=value: f({"loss": v}))
             assert str(error) == f"'loss' must be a number or a tensor, not {value!r}"
 
 
-def check_different_names_shapes_or_dtypes_are_an_error_on_all():
+def check_different_names_shapes_or_dtypes_are_an_error_on_all_ranks():
     me = dist.get_rank()
     pairs = [
         ({"loss": 1.0, "accuracy": 1.0}, {"loss": 1.0}, "'accuracy'"),
@@ -289,8 +289,8 @@ def check_different_names_shapes_or_dtypes_are_an_error_on_all():
 
 def check_the_order_of_the_names_may_differ():
     names = ["a", "b", "c"]
-    turned = names[dist.get_rank() :] + names[: dist.get_rank()]
-    sums = reduce_sum({name: names.index(name) for name in turned})
+    rotated = names[dist.get_rank() :] + names[: dist.get_rank()]
+    sums = reduce_sum({name: names.index(name) for name in rotated})
     assert sums == {name: names.index(name) * dist.get_world_size() for name in names}
     assert list(sums) == names
 
@@ -331,7 +331,7 @@ def check_a_part_may_be_a_conjugate_or_negative_view():
                 assert all(torch.equal(each, view.resolve_neg()) for each in parts)
 
 
-def check_a_part_may_be_one_element_of_many():
+def check_a_part_may_be_a_one_element_view_of_a_larger_tensor():
     for to_all in (False, True):
         parts = gather_tensors(torch.arange(8.0)[dist.get_rank() :: 8], to_all)
         assert (parts is None) == (dist.get_rank() > 0 and not to_all)
@@ -340,7 +340,7 @@ def check_a_part_may_be_one_element_of_many():
         )
 
 
-def check_a_mean_without_values_is_refused_on_all():
+def check_a_count_without_values_is_refused_on_all_ranks():
     for values in ({}, {} if dist.get_rank() == 0 else {"loss": 1.0}):
         error = raised(ValueError, lambda v=values: reduce_mean(v, 5))
         assert "values is {} but count is 5" in str(error)
@@ -368,31 +368,31 @@ def check_a_rank_without_a_tensor_is_none_in_the_list():
     assert gather_tensors(None, to_all=True) == [None] * world
 
 
-def check_rows_arrive_dealt_in_turns():
+def check_interleaved_rows_are_gathered_in_order():
     me, world = dist.get_rank(), dist.get_world_size()
-    for shape in [(), (3,), (2, 0), (2, 200_000)]:  # the last: some messages, of one row each
+    for shape in [(), (3,), (2, 0), (2, 200_000)]:  # the last one has large rows
         for rows in (0, 1, world, 3 * world + 1):
             whole = torch.arange(rows * math.prod(shape), dtype=torch.float32)
             whole = whole.reshape(rows, *shape)
             own = whole[me::world]
-            found = gather_rows(own if len(own) else torch.empty(0), rows)
+            gathered = gather_rows(own if len(own) else torch.empty(0), rows)
             if me:
-                assert found is None
+                assert gathered is None
             else:
                 expected = whole if rows else torch.empty(0)
-                assert found.shape == expected.shape and torch.equal(found, expected)
+                assert gathered.shape == expected.shape and torch.equal(gathered, expected)
 
 
-def check_rows_may_lie_in_any_order_in_memory():
+def check_rows_may_have_any_memory_layout():
     me, world = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(8.0 * world * 24).reshape(8 * world, 2, 3, 4)
-    last = whole.contiguous(memory_format=torch.channels_last)
-    for given in (last, whole.transpose(1, 3).contiguous().transpose(1, 3)):
-        found = gather_rows(given[me::world], 8 * world)
-        assert me or torch.equal(found, whole)
+    permuted = whole.contiguous(memory_format=torch.channels_last)
+    for given in (permuted, whole.transpose(1, 3).contiguous().transpose(1, 3)):
+        gathered = gather_rows(given[me::world], 8 * world)
+        assert me or torch.equal(gathered, whole)
 
 
-def check_entries_arrive_dealt_in_turns():
+def check_interleaved_list_entries_are_gathered_in_order():
     me, world = dist.get_rank(), dist.get_world_size()
     for rows in (0, 1, world, 3 * world + 1):
         whole = [f"entry {row}" for row in range(rows)]
@@ -418,7 +418,7 @@ def check_objects_arrive_in_order():
 
 def check_objects_travel_on_the_cpu_whatever_the_default_device_is():
     me, own = dist.get_rank(), torch.ones(3)
-    with torch.device("meta"):  # without data: what is made there and sent is an error
+    with torch.device("meta"):  # has no data, so sending a tensor made there fails
         assert broadcast_object({"from": me})["from"] == 0
         assert gather_objects(me, to_all=True) == list(range(dist.get_world_size()))
         parts = gather_tensors(own, to_all=True)
@@ -438,10 +438,10 @@ def check_objects_may_hold_tensors_that_torch_cannot_pickle():
     leaf, conjugate, one, other = broadcast_object((leaf, conjugate, bits, bits.view(2, 2)))
     assert leaf.requires_grad and conjugate.to(torch.complex64).tolist() == [1 - 2j]
     one.view(torch.int16)[3] = 7
-    assert other.to(torch.int64).tolist() == [[1, 1], [1, 7]]  # what shared its memory still does
+    assert other.to(torch.int64).tolist() == [[1, 1], [1, 7]]  # tensors that shared memory still do
 
 
-def check_an_object_of_any_rank_is_broadcast():
+def check_any_rank_can_broadcast_an_object():
     me = dist.get_rank()
     for src in range(dist.get_world_size()):
         mine = {"from": me, "values": [torch.full((2,), me), None]}
@@ -449,12 +449,12 @@ def check_an_object_of_any_rank_is_broadcast():
         assert got["from"] == src and got["values"][0].tolist() == [src, src]
         assert (got is mine) == (me == src)
         assert type(broadcast_object(Record(me), src)) is Record
-        assert broadcast_object(me, torch.arange(src + 1).numpy()[src]) == src  # numpy's integer
+        assert broadcast_object(me, torch.arange(src + 1).numpy()[src]) == src  # a numpy integer
     assert broadcast_object(None) is None
     assert broadcast_object(me, True) == 1  # a bool is an int
 
 
-def check_a_source_outside_the_world_is_refused_on_all():
+def check_a_source_outside_the_world_is_refused_on_all_ranks():
     world = dist.get_world_size()
     for src in (7, world, -1, "0", 0.0):
         error = str(raised(ValueError, lambda s=src: broadcast_object("x", s)))
@@ -462,7 +462,7 @@ def check_a_source_outside_the_world_is_refused_on_all():
     assert broadcast_object("x", world - 1) == "x"
 
 
-def check_a_barrier_waits_for_all():
+def check_a_barrier_waits_for_all_ranks():
     me, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     if me == world - 1:
@@ -473,7 +473,7 @@ def check_a_barrier_waits_for_all():
 
 
 def check_a_gather_costs_rank_0_little_beyond_its_result():
-    """32 MiB of each rank; where only rank 0 receives, no other rank needs memory for them."""
+    """Each rank sends 32 MiB. Only rank 0 receives them, so no other rank needs memory for them."""
     me, world, nbytes = dist.get_rank(), dist.get_world_size(), 2**25
     part = torch.ones(nbytes // 4)
     gather_tensors(part[:10])
@@ -489,7 +489,7 @@ def check_a_gather_of_rows_costs_rank_0_the_whole_and_two_more_parts():
     part = torch.ones(nbytes // 4, 1)
     gather_rows(part[:10], 10 * world)
     if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _peak_memory()
     whole = gather_rows(part, len(part) * world)
     extra = _peak_memory() - before
@@ -497,8 +497,8 @@ def check_a_gather_of_rows_costs_rank_0_the_whole_and_two_more_parts():
     assert whole is None if me else len(whole) == len(part) * world
 
 
-def check_packing_takes_the_size_of_the_object_once():
-    """torch.save would take two or three times the size of what holds arrays and tensors."""
+def check_packing_takes_memory_for_one_copy_of_the_object():
+    """torch.save would take two or three times the size of an object with arrays and tensors."""
     size = 2**24
     value = {
         "tensor": torch.ones(size // 4),
@@ -515,7 +515,7 @@ def check_packing_takes_the_size_of_the_object_once():
     assert torch.equal(copy["tensor"], value["tensor"]) and copy["bytes"] == value["bytes"]
 
 
-def check_packing_sends_the_part_that_a_view_shows():
+def check_packing_a_view_sends_only_its_part_of_the_tensor():
     whole = torch.arange(1e6)
     values = {"whole": whole[:6], "part": whole[10:12].requires_grad_(), "strided": whole[:9:3]}
     packed = pack_object(values)
@@ -524,13 +524,13 @@ def check_packing_sends_the_part_that_a_view_shows():
     assert all(torch.equal(copies[name], tensor) for name, tensor in values.items())
     assert copies["part"].requires_grad and not copies["strided"].requires_grad
     table = torch.zeros(2, 3)
-    one, other, nothing = pickle.loads(pack_object((table, table.t(), table[:0])))
+    one, other, empty = pickle.loads(pack_object((table, table.t(), table[:0])))
     one[1, 2] = 7
-    assert other[2, 1] == 7 and nothing.shape == (0, 3)  # what shared its memory still does
+    assert other[2, 1] == 7 and empty.shape == (0, 3)  # tensors that shared memory still do
 
 
 def check_a_copy_of_a_cuda_tensor_is_freed_once_it_is_written():
-    """A pickler keeps all that it has seen: here copies on the CPU, which nothing else needs."""
+    """A pickler keeps all buffers that it has seen, here CPU copies that nothing else needs."""
     array = np.ones(10**6)
     data = pickle.PickleBuffer(array)
     pickle.Pickler(PickleFile(), 5).dump([data, data])

@@ -1,4 +1,4 @@
-"""No test may leak: the environment, the process group and the children are checked after each."""
+"""Fixtures and hooks for all tests. After each test, `no_leaks` checks what it has left behind."""
 
 import os
 import shutil
@@ -19,31 +19,37 @@ settings.load_profile("busy")
 
 
 def pytest_configure():
-    """Have what the tests start feel Ctrl-C: a shell's background job would leave it ignored."""
+    """Handle SIGINT again if it is ignored, as it is in a background job of a shell.
+
+    The processes that the tests start inherit this setting, and they must react to Ctrl-C.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with what waits for minutes, beside which the others run; the rest stays shuffled."""
+    """Run the tests that wait for minutes first, so that the others can run beside them.
+
+    The rest stays in random order.
+    """
     items.sort(key=lambda item: item.get_closest_marker("first") is None)
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Return a Slurm cluster that is up; each of pytest's workers has its own."""
+    """Return a running Slurm cluster. Each pytest worker has its own."""
     with Cluster() as up:
         yield up
 
 
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_):
-        """Say nothing of what was asked for."""
+        """Turn off http.server's log line per request."""
 
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    """Build the site, warnings being errors, and serve it: its pages, its address, its folder."""
+    """Build the site (warnings are errors), serve it, and return its pages, address and folder."""
     folder = tmp_path_factory.mktemp("site")
     built = run("make", "-C", ROOT, "docs", f"SITE={folder / 'html'}", cwd=folder)
     assert built.code == 0, built.stderr
@@ -91,5 +97,5 @@ def no_leaks():
 
 
 def _environment() -> dict[str, str]:
-    others = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets it as it is imported
-    return {name: value for name, value in os.environ.items() if name not in others}
+    ignored = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # importing torch sets the second
+    return {name: value for name, value in os.environ.items() if name not in ignored}

@@ -1,6 +1,6 @@
-"""One rank of a run that goes wrong: `fault_ranks.py SCENARIO ...`, started by test_faults.py.
+"""One rank of a run with a fault. test_faults.py starts it: `fault_ranks.py SCENARIO ...`.
 
-What a rank sees is written to rank<R>.json: the exception, and when it came.
+Each rank writes its results and exceptions to rank<R>.json, each with the time.
 """
 
 import ctypes
@@ -40,7 +40,7 @@ def stop() -> None:
 
 
 def report(call: Callable[[], object]) -> None:
-    """Write what the call raised, with its notes, or its result."""
+    """Append the result of the call, or its exception with the notes, to this rank's file."""
     try:
         seen = {"type": None, "text": repr(call())}
     except BaseException as error:  # noqa: BLE001 - reported
@@ -52,12 +52,12 @@ def report(call: Callable[[], object]) -> None:
 
 
 def dies(how: str, worker: str) -> None:
-    """The working rank ends in the body."""
+    """The executing rank dies, or gets a SIGINT, in the body."""
     report(on_rank(int(worker))(lambda: die(how)))
 
 
 def dies_among_workers(how: str, worker: str) -> None:
-    """One of two working ranks ends, the other works on until the third has felt it."""
+    """One of two executing ranks dies. The other works until the third has reported the death."""
     dying, other, waiting = ((int(worker) + offset) % WORLD for offset in range(3))
 
     def body() -> None:
@@ -73,26 +73,27 @@ def dies_among_workers(how: str, worker: str) -> None:
 
 
 def waiter_dies(how: str, worker: str) -> None:
-    """A rank that waits ends."""
+    """A waiting rank dies or gets a SIGINT."""
     if (int(worker) + 1) % WORLD == RANK:
         threading.Thread(target=die, args=(how,), daemon=True).start()
     report(on_rank(int(worker))(lambda: time.sleep(1.5)))
 
 
 def dies_between_calls(dying: str) -> None:
-    """A rank ends after a first call."""
+    """A rank exits after the first call, and then the others make a second one."""
     on_rank(0)(int)()
     if int(dying) == RANK:
         die("exit")
-    time.sleep(1.5)  # so it is gone
+    time.sleep(1.5)  # by then, the rank is gone
     report(on_rank(0, max_wait=timedelta(seconds=4))(int))
-    os._exit(0)  # closing a group may wait for the rank that has gone
+    os._exit(0)  # closing the group may wait for the rank that is gone
 
 
 def waits_in_a_call_of_its_own() -> None:
-    """The ranks wait for each other, rank 1 from half a second later on, and leave when they know.
+    """Each rank waits for the other one, in a call that the other rank does not make.
 
-    Rank 0 looks first, half a second before rank 1 does.
+    Rank 0 starts half a second before rank 1, so it is also the first to look for a mismatch. Each
+    rank exits as soon as it has reported the mismatch.
     """
     _outcomes.MISMATCH_CHECK_AFTER = 0.3
     time.sleep(RANK / 2)
@@ -101,21 +102,24 @@ def waits_in_a_call_of_its_own() -> None:
 
 
 def interrupted(worker: str) -> None:
-    """Ctrl-C comes to all, from outside, and nobody catches it."""
+    """The test sends Ctrl-C to all ranks, and none of them catches it."""
     if int(worker) != RANK:
         Path(f"waits{RANK}").touch()
     on_rank(int(worker))(lambda: [Path(f"waits{RANK}").touch(), time.sleep(60)])()
 
 
 class SlowToGo:
-    """It makes the interpreter's own end last for seconds."""
+    """Makes the shutdown of the interpreter take four seconds."""
 
     def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
         sleep(4)
 
 
 def gives_up(worker: str) -> None:
-    """max_wait ends the wait, nobody catches it, and the work ends while the interpreter goes."""
+    """The waiting ranks give up after `max_wait` and do not catch the exception.
+
+    The work ends while their interpreters are shutting down.
+    """
     globals()["held"] = SlowToGo()
     body = lambda: time.sleep(1.5)  # noqa: E731
     call = on_rank(int(worker), max_wait=timedelta(seconds=0.5))(body)
@@ -123,14 +127,17 @@ def gives_up(worker: str) -> None:
 
 
 def slow(how: str, worker: str) -> None:
-    """Work that is longer than the group's timeout, which may hold the interpreter lock."""
+    """The work takes longer than the group's timeout. It may hold the GIL all that time."""
     sleep = {"sleeps": time.sleep, "holds the lock": ctypes.PyDLL(None).sleep}[how]  # type: ignore
     report(on_rank(int(worker), broadcast=True)(lambda: sleep(8) or how))
     report(usable)
 
 
 def stopped(worker: str) -> None:
-    """A stopped rank is given up after max_wait, waited for without, and ends a collective."""
+    """The executing rank stops in a call with `max_wait`, in one without, and before an all-reduce.
+
+    The other ranks give up the first call, wait for the second, and fail in the all-reduce.
+    """
     short = on_rank(int(worker), broadcast=True, max_wait=timedelta(seconds=1))
     report(short(lambda: stop() or "first"))
     report(on_rank(int(worker), broadcast=True)(lambda: stop() or "second"))
@@ -146,7 +153,7 @@ def usable() -> str:
 
 
 def meet() -> None:
-    """Wait until every rank has imported torch: the timeout is shorter than that may take."""
+    """Wait until every rank has imported torch, which may take longer than the timeout."""
     Path(f"here{RANK}").touch()
     while not all(Path(f"here{rank}").exists() for rank in range(WORLD)):
         time.sleep(0.05)
@@ -156,4 +163,4 @@ if __name__ == "__main__":
     meet()
     initialize_ddp(TIMEOUT)
     globals()[sys.argv[1]](*sys.argv[2:])
-    cleanup_ddp()  # else torch itself aborts now and then, when Python goes before gloo's threads
+    cleanup_ddp()  # otherwise torch sometimes aborts, because Python ends before gloo's threads

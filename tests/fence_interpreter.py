@@ -1,4 +1,4 @@
-"""Run the fences of a page in one namespace, as a file each: their names come on standard input."""
+"""Run the fences of a page in one namespace. Each is a file named by a line of standard input."""
 
 import os
 import sys
@@ -8,9 +8,9 @@ from types import ModuleType
 
 
 def main() -> None:
-    os.dup2(1, 2)  # a reader sees both
+    os.dup2(1, 2)  # a reader of the page sees both
     names = os.fdopen(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a fence starts must not read them
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what a fence starts must not read the names
     os.chdir(sys.argv.pop())
     sys.path[0] = ""
     module = sys.modules["__main__"] = ModuleType("__main__")
@@ -19,7 +19,7 @@ def main() -> None:
         code = 0
         try:
             exec(compile(path.read_text(), path, "exec"), vars(module))
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: the next fence may run
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: more fences may follow
             code = 1
             traceback.print_exception(type(error), error, error.__traceback__.tb_next)
         print(f"\n@@ {code} {path.name}", flush=True)

@@ -1,10 +1,11 @@
 """Run every fence of a page, and compare what it prints with what the page shows.
 
-A `python` fence runs in the page's own interpreter, and prints what the fence after it shows, if
-that is `text`, or `console` without a command. The lines of a `console` fence that begin with "$ "
-are one session of bash, each followed by what it prints. A fence that begins with a file's name in
-a comment, `# train.py`, is that file. "..." stands for anything. What cannot run is a row of
-docs/not-executed.md. Directives of the site are left to its build.
+A `python` fence runs in the page's own interpreter. The fence after it shows what it prints, if
+that is a `text` fence, or a `console` fence without a command. In a `console` fence, the lines that
+begin with "$ " run in one session of bash, and each is followed by what it prints. A fence that
+begins with a file's name in a comment, such as `# train.py`, is written to that file. In an output,
+"..." stands for anything. A fence that cannot run has a row in docs/not-executed.md. Directives of
+the site are skipped, because building the site runs them.
 """
 
 import os
@@ -38,13 +39,13 @@ def pages() -> list[Path]:
 
 
 def not_executed(table: Path = NOT_EXECUTED) -> list[tuple[Path, str, str]]:
-    """Return each row of the table: page, how the fence begins, what covers it instead."""
+    """Return each row of the table: the page, how the fence begins, and what covers it instead."""
     rows = ROW.finditer(table.read_text())
     return [((table.parent / row["page"]).resolve(), row["begins"], row["test"]) for row in rows]
 
 
 def run_page(path: Path, table: Path = NOT_EXECUTED, limit: float = LIMIT) -> None:
-    """Run the fences of the page `path` in order; raise at the first that is not as shown."""
+    """Run the fences of the page `path` in order. Raise if one does not print what is shown."""
     begins = [start for page, start, _ in not_executed(table) if page == path.resolve()]
     document = Document.parse(str(path), partial(parse, left_out=begins))
     examples = list(document)
@@ -57,7 +58,7 @@ def run_page(path: Path, table: Path = NOT_EXECUTED, limit: float = LIMIT) -> No
 
 
 def parse(document: Document, left_out: list[str]) -> Iterator[Region]:
-    """Yield the fences that are run; each of `left_out` keeps one back, or it is a ValueError."""
+    """Yield the fences to run. Raise ValueError if an entry of `left_out` leaves out no fence."""
     unused, before = list(left_out), None
     for region in LEXER(document):
         language, source = region.lexemes["language"].strip(), region.lexemes["source"]
@@ -78,7 +79,7 @@ def parse(document: Document, left_out: list[str]) -> Iterator[Region]:
 
 
 def is_output(region: Region) -> bool:
-    """Say whether a fence shows what the one before it prints, and nothing to run."""
+    """Return whether a fence only shows what the one before it prints."""
     language, source = region.lexemes["language"].strip(), region.lexemes["source"]
     return language == "text" or (language == "console" and not source.startswith("$ "))
 
@@ -90,8 +91,8 @@ def evaluator(region: Region):
         return write_file
     if is_output(region):
         return lambda example: "no python fence before it prints this"
-    found = {"python": run_python, "console": run_console}.get(language)
-    return found or (lambda example: f"{language!r} cannot be run: list it in {NOT_EXECUTED.name}")
+    runner = {"python": run_python, "console": run_console}.get(language)
+    return runner or (lambda example: f"{language!r} cannot be run: list it in {NOT_EXECUTED.name}")
 
 
 def write_file(example: Example) -> None:
@@ -105,7 +106,7 @@ def write_file(example: Example) -> None:
 
 
 def run_python(example: Example) -> str | None:
-    """Run a fence in the page's interpreter; return what is wrong, or None."""
+    """Run a fence in the page's interpreter. Return what is wrong, or None."""
     code, printed = example.namespace["session"].python(example.region.lexemes["source"], example)
     if code:
         return f"it raises:\n{printed}"
@@ -113,14 +114,15 @@ def run_python(example: Example) -> str | None:
 
 
 def run_console(example: Example) -> str | None:
-    """Run the commands of a fence; return what is wrong with the first that is not as shown."""
+    """Run the commands of a fence. Return what is wrong with the first wrong one, or None."""
     source = example.region.lexemes["source"].replace("\\\n", "\\\0")
     steps = [step.partition("\n") for step in re.split(r"^\$ ", source, flags=re.MULTILINE)[1:]]
     commands = [command.replace("\0", "\n") for command, _, _ in steps]
     results = example.namespace["session"].bash(commands)
     for command, (_, _, shown), (code, printed) in zip(commands, steps, results, strict=True):
         wrong = difference(shown, printed)
-        if not wrong and code and "rror" not in tidy(shown).rpartition("\n")[2]:  # as an error ends
+        # A command may fail if the last line that the page shows for it is an error.
+        if not wrong and code and "rror" not in tidy(shown).rpartition("\n")[2]:
             wrong = f"exit code {code}:\n{printed}"
         if wrong:
             return f"$ {command}\n{wrong}"
@@ -128,10 +130,10 @@ def run_console(example: Example) -> str | None:
 
 
 def difference(shown: str, printed: str) -> str | None:
-    """Return how `printed` is not what is shown, where "..." is anything; None if it is."""
+    """Return how `printed` differs from `shown`, where "..." stands for anything, or None."""
     shown, printed = tidy(shown), tidy(printed)
     blocks = [".*".join(map(re.escape, block.split("..."))) for block in shown.split("\n...\n")]
-    pattern = r"\n(?:.*\n)?".join(blocks)  # a line of its own is any lines, or none
+    pattern = r"\n(?:.*\n)?".join(blocks)  # a line "..." stands for any lines, or none
     if re.fullmatch(pattern, printed, re.DOTALL):
         return None
     return f"it prints:\n{printed}\n\nthe page shows:\n{shown}"
@@ -142,7 +144,7 @@ def tidy(text: str) -> str:
 
 
 class Session:
-    """A folder like the project's root, and the interpreter of one page."""
+    """A folder that looks like the project's root, and the interpreter of one page."""
 
     def __init__(self, folder: Path, limit: float) -> None:
         self.work, self.folder, self.limit = folder, folder / "page", limit
@@ -156,7 +158,7 @@ class Session:
             "MPLBACKEND": "agg",
         }
         self.interpreter: Running | None = None
-        self.read = 0  # how much of its output
+        self.read = 0  # how much of its output has been read
 
     def __enter__(self) -> "Session":
         return self
@@ -164,7 +166,7 @@ class Session:
     def __exit__(self, kind: object, *rest: object) -> None:
         if self.interpreter is None:
             return
-        self.interpreter.process.stdin.close()  # so it ends
+        self.interpreter.process.stdin.close()  # then it exits
         try:
             if kind is None:
                 self.interpreter.wait(self.limit)
@@ -172,7 +174,7 @@ class Session:
             self.interpreter.__exit__(kind)
 
     def python(self, source: str, example: Example) -> tuple[int, str]:
-        """Run `source`, whose lines count as in its page; return 0 or 1, and what it prints."""
+        """Run `source` with the line numbers of its page. Return 0 or 1, and what it prints."""
         name = f"{Path(example.path).stem}_{example.line}.py"
         (self.work / name).write_text("\n" * example.line + source)
         if self.interpreter is None:
@@ -189,7 +191,7 @@ class Session:
         return int(code[0]), printed
 
     def bash(self, commands: list[str]) -> list[tuple[int, str]]:
-        """Run `commands` in one session; return the exit code of each, and what it prints."""
+        """Run `commands` in one session. Return the exit code and the output of each."""
         lines = ["exec 2>&1", f"cd {self.folder.name}"]
         for command in commands:
             lines += [command, r"printf '\n@@ %d\n' $?"]

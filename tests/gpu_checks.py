@@ -134,7 +134,7 @@ def check_a_handler_trains_in_a_thread():
     assert len(in_a_thread(work)) == 1
 
 
-def check_a_handler_of_the_main_thread_trains_in_another():
+def check_a_handler_of_the_main_thread_trains_in_another_thread():
     current = []
 
     def loss_fn(outputs, targets):
@@ -192,7 +192,7 @@ def check_char_gpt_chooses_one_precision_for_all_ranks():
         assert pick_precision(initialize_ddp().device) == "fp16"
 
 
-def check_buffers_are_those_of_rank_0_after_validation():
+def check_buffers_are_equal_on_all_ranks_after_validation():
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     handler = job(8 * world_size(), 2, model=model, device="cuda", metrics={"accuracy": accuracy})
     handler.set_val_loader(Points(4 * world_size()), 2)

@@ -1,4 +1,7 @@
-"""Checks of Handler that every rank makes; test_handler.py starts the ranks, and is one itself."""
+"""Checks of Handler.
+
+test_handler.py runs them on several ranks, and also in its own process without a group.
+"""
 
 import os
 import random
@@ -43,7 +46,7 @@ def gloo_calls(work):
 
 
 def hand_written(size, batch_size, epochs):
-    """Train the job of `training_job` as a loop of one's own does; return the weights."""
+    """Train the job of `training_job` with a hand-written loop; return the weights."""
     model = network(dropout=0.5)
     ddp = DistributedDataParallel(model) if dist.is_initialized() else model
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
@@ -52,7 +55,7 @@ def hand_written(size, batch_size, epochs):
     seed_everything(0, rank())
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        own = torch.Generator()  # else each iterator draws a seed from that of the dropout
+        own = torch.Generator()  # else each iterator would draw a seed from dropout's generator
         for inputs, targets in DataLoader(data, batch_size, sampler=sampler, generator=own):
             optimizer.zero_grad()
             nn.functional.cross_entropy(ddp(inputs), targets).backward()
@@ -60,7 +63,7 @@ def hand_written(size, batch_size, epochs):
     return flat(model)
 
 
-def check_the_weights_are_a_hand_written_loops_and_so_are_the_collectives():
+def check_weights_and_step_collectives_equal_those_of_a_hand_written_loop():
     size, weights, losses = 60 * world_size() - 1, [], []
 
     def ours():
@@ -77,15 +80,15 @@ def check_the_weights_are_a_hand_written_loops_and_so_are_the_collectives():
     assert losses[-1] < losses[0]
     assert_same_on_all_ranks(torch.tensor(losses, dtype=torch.float64))
     if dist.is_initialized():
-        # Summaries: one per 10 of 50 steps, two at the end of each epoch, one at the start of
-        # training. Before them, the ranks compare their devices and their data: two each, as the
-        # sizes of the messages come first.
+        # Summaries: one every 10 of the 50 steps, two at the end of each epoch, and one at the
+        # start of training. Earlier, the ranks compare their devices and their data. That takes
+        # two all-gathers each, because the sizes of the messages are gathered first.
         summaries = 5 + 5 * 2 + 1
         assert calls - plain_calls == {"gloo:all_gather": summaries + 4}
         assert not plain_calls - calls and plain_calls["gloo:all_reduce"] >= 50
 
 
-def check_accumulated_batches_are_one_big_batch_also_where_few_are_left():
+def check_accumulated_batches_equal_one_big_batch_even_in_a_shorter_last_step():
     runs, calls = [], []
     for batch_size, accumulate in ((12, 1), (4, 3), (1, 12)):
         model = network(dtype=torch.float64)
@@ -93,9 +96,9 @@ def check_accumulated_batches_are_one_big_batch_also_where_few_are_left():
             22 * world_size(), batch_size, model=model, accumulate=accumulate, clip_norm=0.5
         )
         calls.append(gloo_calls(lambda handler=handler: handler.train(2)))
-        assert handler.step == 4  # 12 and 10 samples a rank
+        assert handler.step == 4  # 12 and 10 samples per rank
         runs.append((flat(handler.model), handler.train_losses, handler.train_metrics))
-    assert calls[0] == calls[1] == calls[2]  # gradients are reduced once a step
+    assert calls[0] == calls[1] == calls[2]  # gradients are reduced once per step
     big, *others = runs
     assert not torch.allclose(big[0], flat(network(dtype=torch.float64)), atol=0.01)
     for weights, losses, metrics in others:
@@ -105,7 +108,7 @@ def check_accumulated_batches_are_one_big_batch_also_where_few_are_left():
 
 
 class Density(nn.Module):
-    """A model with log_likelihood and sample, with BatchNorm, and outputs of several kinds."""
+    """A model with BatchNorm, log_likelihood and sample. `kind` is the type of its outputs."""
 
     def __init__(self, kind=torch.Tensor):
         super().__init__()
@@ -132,7 +135,7 @@ class Inputs(Points):
         return self.inputs[index]
 
 
-def evaluate(handler, size, reference):
+def assert_evaluation_equals(handler, size, reference):
     data = Points(size, dtype=torch.float64)
     handler.set_val_loader(data, 2)
     with torch.no_grad():
@@ -144,14 +147,14 @@ def evaluate(handler, size, reference):
         {"loss": loss, "accuracy": accuracy(outputs, data.targets).item()}, rel=1e-12
     )
     if handler.rank == 0:
-        assert torch.equal(torch.cat([outputs[:0], predicted]), predicted)  # of its shape and dtype
+        assert torch.equal(torch.cat([outputs[:0], predicted]), predicted)  # same shape and dtype
         assert torch.allclose(predicted, outputs, rtol=1e-12)
         assert torch.allclose(likely, -outputs.square().sum(1), rtol=1e-12)
     else:
         assert predicted is None and likely is None
 
 
-def evaluate_kinds(handler, model, outputs):
+def assert_kinds_are_predicted(handler, model, outputs):
     data = Points(7, dtype=torch.float64)
     expected = {
         tuple: [(out.tolist(), out[0].item()) for out in outputs],
@@ -172,24 +175,24 @@ def evaluate_kinds(handler, model, outputs):
     model.kind = torch.Tensor
 
 
-def check_evaluation_is_that_of_one_process_for_every_number_of_items():
+def check_evaluation_equals_that_of_one_process_for_any_number_of_items():
     torch.manual_seed(3)
     model = Density().double()
     handler = job(12 * world_size(), 4, model=model)
     handler.train(1)  # the ranks' BatchNorm buffers differ now
-    gathered = handler.predict(Points(1, dtype=torch.float64), 1)  # has rank 0's buffers
+    gathered = handler.predict(Points(1, dtype=torch.float64), 1)  # uses rank 0's buffers
     assert (gathered is None) == (handler.rank > 0)
     reference = Density().double()
     reference.load_state_dict(model.state_dict())
     reference.eval()
     for size in range(1, 3 * world_size() + 1):
-        evaluate(handler, size, reference)
+        assert_evaluation_equals(handler, size, reference)
     with torch.no_grad():
-        evaluate_kinds(handler, model, reference(Points(7, dtype=torch.float64).inputs))
+        assert_kinds_are_predicted(handler, model, reference(Points(7, dtype=torch.float64).inputs))
     empty = handler.predict([], 2)
     assert empty is None if handler.rank else empty.shape == (0,)
     assert handler.sample(3, scale=2) == (None if handler.rank else [2, 2, 2])
-    assert model.training  # as it was
+    assert model.training  # as before
     assert_same_on_all_ranks(model.norm.running_mean)
 
 
@@ -238,7 +241,7 @@ def train_with_a_bad_loss(bad_rank, kind, **options):
     return handler
 
 
-def check_a_loss_that_is_not_finite_on_any_rank_is_one_decision():
+def check_all_ranks_decide_alike_if_a_loss_is_not_finite_on_any_rank():
     for bad_rank in range(world_size()):
         with pytest.raises(FloatingPointError, match=r"epoch 1 is not finite, noticed at step 10"):
             train_with_a_bad_loss(bad_rank, "nan")
@@ -264,13 +267,13 @@ def check_a_summary_from_before_an_error_is_dropped():
         handler.train(1)
     handler.loss_and_metrics.loss_fn = loss_fn
     handler.load("good.pt")
-    handler.save("again.pt")  # it makes a summary, and the old one must be gone
-    handler.train(1)
+    handler.save("again.pt")
+    handler.train(1)  # it must not read the summary with the nan, which is still pending
     assert handler.step == 10 and torch.isfinite(flat(handler.model)).all()
 
 
 class Notes(Callback):
-    """Keep what `running` is in each hook."""
+    """Record the value of `running` in each hook."""
 
     def __init__(self):
         self.begins, self.steps, self.ends = [], {}, []
@@ -285,20 +288,20 @@ class Notes(Callback):
         self.ends.append(self.handler.running)
 
 
-def check_what_is_running_is_of_this_epoch_or_nothing():
+def check_running_covers_only_this_epoch_or_is_empty():
     notes = Notes()
     handler = job(72 * world_size(), 6, callbacks=[notes])
     handler.train(2)
     losses = {step: means["loss"] for step, means in notes.steps.items() if means}
     assert notes.begins == [{}, {}]
-    # The summary of step 10 is read after step 11, when its hooks have been called already.
+    # The summary of step 10 is read after step 11, when step 11's hooks have already been called.
     assert list(notes.steps) == list(range(1, 25)) and list(losses) == [12, 22, 23, 24]
     assert losses[12] > losses[22] == losses[23] == losses[24] > 0
     assert [means["loss"] for means in notes.ends] == handler.train_losses
     assert handler.running == notes.ends[-1]
 
 
-def check_what_is_running_is_taken_up_with_the_epoch():
+def check_running_is_restored_when_an_epoch_resumes():
     size, folder = 72 * world_size(), Path("running")
     first = job(size, 6, callbacks=[Checkpoint(folder, every_steps=7)])
     first.train(1)
@@ -323,7 +326,7 @@ def check_a_handler_of_one_rank_alone_makes_no_collective_call():
 
 @contextmanager
 def ended_by_a_signal():
-    """Expect training to exit, and take up the handlers of before: it leaves both ignored."""
+    """Expect training to exit, then restore both signal handlers: it leaves the signals ignored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         with pytest.raises(SystemExit):
@@ -349,7 +352,7 @@ class CountsEpochs(Callback):
 
 
 def check_all_callbacks_are_called_before_a_signal_ends_training():
-    """The first of the epoch's two saves learns of the signal."""
+    """The first hook at the end of an epoch sends the signal, and training ends after the last."""
     folder, counts = Path("signalled"), CountsEpochs()
     keeper = Checkpoint(folder, monitor="train_loss")
     handler = job(24 * world_size(), 2, callbacks=[Signal(), keeper, counts])
@@ -368,8 +371,8 @@ def state_of(handler):
     return flat(handler.model), momentum
 
 
-def fewer(samples):
-    """Leave some samples out: what is drawn of a data set is not what comes of it."""
+def collate_some(samples):
+    """Collate only some of the samples, so a batch is smaller than what was drawn."""
     kept = [(inputs, target) for inputs, target in samples if inputs[0] > -0.5] or samples[:1]
     return torch.stack([inputs for inputs, _ in kept]), torch.stack([t for _, t in kept])
 
@@ -387,7 +390,7 @@ def resumable(workers=0, **options):
         accumulate=2,
         scheduler=schedule,
         sync_every=3,
-        loader={"collate_fn": fewer},
+        loader={"collate_fn": collate_some},
         **options,
     )
     handler.set_val_loader(Points(9), 2)
@@ -401,8 +404,11 @@ class SaveEach(Callback):
     on_epoch_end = on_step_end
 
 
-def check_a_run_resumed_at_any_step_is_the_uninterrupted_one():
-    """Bit for bit, with an augmentation, dropout, accumulation, and a second cut at once."""
+def check_a_run_resumed_at_any_step_equals_the_uninterrupted_run():
+    """Bit for bit, with augmentation, dropout and accumulation.
+
+    The first steps also have a second interruption, right after the first one.
+    """
     whole = resumable(callbacks=[SaveEach()])
     whole.save("0.pt")
     whole.train(2)
@@ -444,8 +450,8 @@ def distributed_sampler(size):
     return {"sampler": DistributedSampler(range(size), world_size(), rank(), seed=0)}
 
 
-def check_a_sampler_of_the_users_is_told_the_epoch():
-    """DistributedSampler gives the order that ours has. Its epoch cannot go on from the middle."""
+def check_a_users_own_sampler_gets_the_epoch():
+    """DistributedSampler gives the same order as our sampler, but cannot resume within an epoch."""
     size = 20 * world_size()
     ours = job(size, 4)
     ours.train(3)
@@ -457,7 +463,7 @@ def check_a_sampler_of_the_users_is_told_the_epoch():
     handler.train(3)
     assert torch.equal(flat(handler.model), flat(whole.model))
     handler.load("7.pt")
-    assert handler.samples_seen == 2 * 4 * world_size()  # samples, whatever the sampler
+    assert handler.samples_seen == 2 * 4 * world_size()  # counts samples, with any sampler
     with pytest.warns(UserWarning, match="epoch 2 starts again, because only Handler's own"):
         handler.train(2)
     assert (handler.step, handler.epoch) == (7 + 5, 2)
@@ -477,8 +483,8 @@ class StepsLeft(Callback):
     on_step_end = on_epoch_start
 
 
-def check_the_steps_that_are_left_are_counted():
-    size = 11 * world_size()  # six batches of two, the last of one
+def check_steps_left_counts_the_remaining_steps():
+    size = 11 * world_size()  # per rank, five batches of two samples and one of one
     for loader in ({}, distributed_sampler(size)):
         handler = job(size, 2, accumulate=2, loader=loader, callbacks=[left := StepsLeft()])
         handler.train(1)
@@ -495,7 +501,7 @@ class Normed(nn.Sequential):
 
 
 def check_a_skipped_step_leaves_no_trace():
-    """Neither in BatchNorm's statistics nor in the schedule, whichever rank had the sample."""
+    """Neither in BatchNorm's statistics nor in the schedule, whichever rank had the bad sample."""
     size = 24 * world_size()
 
     def schedule(optimizer):
@@ -528,7 +534,7 @@ def check_gradients_are_clipped_as_by_hand():
 
 
 class Branches(nn.Module):
-    """Only one of its two branches is used."""
+    """A model that uses only one of its two branches."""
 
     def __init__(self):
         super().__init__()
@@ -538,7 +544,7 @@ class Branches(nn.Module):
         return self.used(inputs)
 
 
-def check_unused_parameters_are_an_error_or_found():
+def check_unused_parameters_are_an_error_unless_ddp_looks_for_them():
     size = 4 * world_size()
     if dist.is_initialized():
         with pytest.raises(RuntimeError, match="parameters that were not used"):
@@ -556,7 +562,7 @@ def check_unused_parameters_are_an_error_or_found():
         assert torch.equal(flat(handler._unwrapped.unused), before[1])
 
 
-def check_a_model_without_gradients_is_only_used():
+def check_a_frozen_model_can_predict_and_a_wrapped_one_is_refused():
     model = network().requires_grad_(False)
     handler = job(model=model)
     predicted = handler.predict(Points(5), 2)
@@ -571,13 +577,13 @@ class Zeros(IterableDataset):
         return iter([(torch.zeros(4), 0)] * 9)
 
 
-def check_ranks_with_other_numbers_of_steps_are_refused():
+def check_ranks_with_different_numbers_of_steps_are_refused():
     if world_size() > 1:
         with pytest.raises(ValueError, match=r"steps_per_epoch \(all ranks: 3 or 4\)"):
             job().set_train_loader(Zeros(), 1, steps_per_epoch=3 + (rank() > 0))
 
 
-def check_ranks_with_other_numbers_of_batches_are_refused():
+def check_ranks_with_different_numbers_of_batches_are_refused():
     batches = [[0], [1], [2], [3]][: 3 + (rank() > 0)]
 
     class Batches(list):

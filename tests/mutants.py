@@ -217,7 +217,7 @@ MUTATIONS = (
         "except (OSError, ValueError) as error:",
         "except OSError as error:",
         "test_run_ranks.py",
-        "output_that_takes_nothing",
+        "closed_or_full_stdout",
     ),
     Mutation(
         "token-counts-of-one-rank",
@@ -241,8 +241,8 @@ MUTATIONS = (
         "stream-from-the-start",
         "A stream starts again in every epoch.",
         "training/data.py",
-        "batches = islice(self._stream, self.steps_per_epoch * accumulate)",
-        "batches = islice(self._endless(), self.steps_per_epoch * accumulate)",
+        "islice(self._stream, steps * accumulate)",
+        "islice(self._endless(), steps * accumulate)",
         "test_adoption.py",
         "test_in_one_process",
     ),
@@ -418,7 +418,7 @@ FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+::\w+(?:\[.*?\](?= - |$))?)", r
 
 
 class Result(NamedTuple):
-    """What became of a mutation, or of its tests without it."""
+    """The outcome of a mutation, or of its tests without it."""
 
     name: str
     verdict: str
@@ -465,10 +465,10 @@ class Slot:
         return Result("no mutation", f"passed {tests}", seconds, output)
 
     def pytest(self, mutation: Mutation) -> tuple[int | None, str]:
-        """Return the exit code of pytest, None past the limit, and what it printed."""
+        """Return the exit code of pytest, or None if it took too long, and what it printed."""
         options = ["-n", str(self.workers), "-m", "not full", "-k", mutation.keyword]
         command = [self.python, *PYTEST, *options, *(f"tests/{t}" for t in mutation.tests.split())]
-        log = self.folder.with_suffix(".log")  # a process that is left behind would hold a pipe
+        log = self.folder.with_suffix(".log")  # a process left behind would keep a pipe open
         with (
             log.open("wb") as out,
             subprocess.Popen(
@@ -491,7 +491,7 @@ class Slot:
 
     def kill(self) -> None:
         """Kill every process of this slot."""
-        for _ in range(2):  # the second time, what was forked during the first
+        for _ in range(2):  # the second time, kill what was forked during the first
             for process in psutil.process_iter():
                 with suppress(psutil.Error):
                     if process.environ().get(MARK) == self.environment[MARK]:
@@ -509,7 +509,7 @@ def copy_tree(root: Path, folder: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a module and remove its bytecode, which could pass for that of the new text."""
+    """Write a module, and remove its bytecode: Python could take it for that of the new text."""
     path.write_text(text)
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
@@ -519,13 +519,13 @@ def is_alive(result: Result) -> bool:
 
 
 def verdict(code: int | None, output: str) -> str:
-    """Say what an exit code of pytest, or None past the limit, means for a mutation."""
+    """Return what an exit code of pytest means for a mutation. None: pytest took too long."""
     if code is None:
         return f"killed by the limit of {LIMIT} s"
     if code == 0:
         return "SURVIVED"
-    # With xdist, pytest -x ends in 2 instead of 1. So does a test file that cannot be imported, but
-    # then pytest names no test, and the mutation is to blame.
+    # With xdist, pytest -x exits with 2 instead of 1. It also exits with 2 if a test file cannot be
+    # imported, but then it names no test. In that case, the mutation itself needs to be fixed.
     test = FAILED.search(output.rpartition("short test summary info")[2])
     if code == 1 or (code == 2 and test):
         return f"killed by {test[1] if test else 'a test'}"
@@ -549,12 +549,12 @@ def problems(root: Path, mutation: Mutation) -> Iterator[str]:
 
 
 def run_all(slots: Sequence[Slot], mutations: Sequence[Mutation], mutate: bool) -> list[Result]:
-    """Print each result as it comes, and return all; on Ctrl-C or an error, end all runs."""
+    """Print each result as it comes, and return them all. On Ctrl-C or an error, end all runs."""
     free: SimpleQueue[Slot] = SimpleQueue()
     for slot in slots:
         free.put(slot)
 
-    def one(mutation: Mutation) -> Result:
+    def run_one(mutation: Mutation) -> Result:
         slot = free.get()
         try:
             return slot.run(mutation, mutate)
@@ -563,7 +563,7 @@ def run_all(slots: Sequence[Slot], mutations: Sequence[Mutation], mutate: bool) 
 
     results = []
     with ThreadPoolExecutor(len(slots)) as pool:
-        futures = [pool.submit(one, mutation) for mutation in mutations]
+        futures = [pool.submit(run_one, mutation) for mutation in mutations]
         try:
             for future in as_completed(futures):
                 results.append(result := future.result())

@@ -1,4 +1,4 @@
-"""What on_rank and rank_first promise, checked on every rank: run by test_on_rank.py."""
+"""Check on every rank what on_rank and rank_first promise. test_on_rank.py runs this script."""
 
 import gc
 import itertools
@@ -23,13 +23,14 @@ from ddp_ref import _outcomes
 from ddp_ref.decorators import on_rank, rank_first
 from ddp_ref.initialize import cleanup_ddp, initialize_ddp, open_group
 
-# Ranks that wait look for ranks in other calls after 10 seconds; test_faults.py waits that long.
+# By default, waiting ranks look for ranks in other calls only after 10 seconds. These checks do not
+# wait that long, but test_faults.py does.
 _outcomes.MISMATCH_CHECK_AFTER, _outcomes.LOOK_EVERY, _outcomes.GRACE = 0.3, 0.1, 0.5
 SOON = timedelta(seconds=0.3)
 
 
 class ScriptError(Exception):
-    """An exception of the script itself: on every rank it must be caught as this very class."""
+    """An exception class of this script. Every rank must be able to catch it as this very class."""
 
     def __init__(self, text):
         super().__init__(text)
@@ -37,7 +38,7 @@ class ScriptError(Exception):
 
 
 class TwoArguments(Exception):
-    """It pickles, and does not unpickle."""
+    """An exception that can be pickled but not unpickled."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")
@@ -48,7 +49,7 @@ def subsets():
     return [set(s) for n in world for s in itertools.combinations(world, n + 1)]
 
 
-def usable():
+def assert_group_is_usable():
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size()
@@ -64,14 +65,14 @@ def text_of(error):
     return f"{type(error).__name__}: {error}\n" + "\n".join(getattr(error, "__notes__", []))
 
 
-def check_a_fork_is_refused_although_nothing_has_been_called_before():
-    """It is the first check: ddp_ref has no record yet of a group that other code opened."""
+def check_a_fork_is_refused_even_before_the_first_call():
+    """This must be the first check, when ddp_ref has no record of a group opened by other code."""
     started = time.monotonic()
     if child := os.fork():
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 7 and time.monotonic() - started < 10
         return
-    signal.alarm(20)  # without the refusal the child would wait for other ranks
+    signal.alarm(20)  # without the refusal, the child would wait for the other ranks
     try:
         open_group()
     except RuntimeError as error:
@@ -80,7 +81,7 @@ def check_a_fork_is_refused_although_nothing_has_been_called_before():
         os._exit(2)
 
 
-def check_it_runs_on_the_listed_ranks_alone():
+def check_the_function_runs_only_on_the_listed_ranks():
     me = dist.get_rank()
     for ranks in subsets():
         ran = []
@@ -100,7 +101,7 @@ def check_a_rank_is_an_int_or_any_collection():
         assert on_rank(ranks, broadcast=True)(dist.get_rank)() == last
 
 
-def check_all_wait_for_the_end_of_the_work():
+def check_all_ranks_wait_for_the_end_of_the_work():
     for ranks in subsets():
         name = "-".join(map(str, ranks))
 
@@ -134,15 +135,15 @@ def check_broadcast_returns_the_result_everywhere():
     assert torch.equal(large, torch.arange(2_000_000))
 
 
-def check_a_result_that_cannot_be_sent_is_an_error_on_all():
+def check_a_result_that_cannot_be_sent_is_an_error_on_all_ranks():
     for rank in range(dist.get_world_size()):
         assert on_rank(rank)(threading.Lock)() is None or dist.get_rank() == rank
         error = raised(TypeError, on_rank(rank, broadcast=True)(threading.Lock))
         assert "lock" in str(error) and f"rank {rank}" in text_of(error)
-    usable()
+    assert_group_is_usable()
 
 
-def check_an_exception_is_raised_on_all_with_type_rank_and_traceback():
+def check_an_exception_is_raised_on_all_ranks_with_type_rank_and_traceback():
     for ranks in subsets():
 
         @on_rank(ranks)
@@ -158,10 +159,10 @@ def check_an_exception_is_raised_on_all_with_type_rank_and_traceback():
         error = raised(SystemExit, fail_here, SystemExit, 7)
         assert error.code == 7 and first in text_of(error)
         assert first in text_of(raised(KeyboardInterrupt, fail_here, KeyboardInterrupt))
-    usable()
+    assert_group_is_usable()
 
 
-def check_an_exception_that_does_not_unpickle_keeps_its_name_and_text():
+def check_an_exception_that_cannot_be_unpickled_keeps_its_name_and_text():
     class Local(Exception):
         pass
 
@@ -176,25 +177,25 @@ def check_an_exception_that_does_not_unpickle_keeps_its_name_and_text():
         assert f"raised on rank {rank} in" in text_of(error)
         if dist.get_rank() == rank:
             assert type(error.__cause__) is TwoArguments
-        local = raised(RuntimeError, fail, Local, "here")  # no rank has another's class
+        local = raised(RuntimeError, fail, Local, "here")  # it cannot be pickled
         assert "Local: here" in str(local)
-    usable()
+    assert_group_is_usable()
 
 
 def check_an_exception_that_python_cannot_print_is_raised_on_all_ranks():
     def fail():
-        raise SyntaxError("bad", ("file", 1, 1, b"no text"))  # traceback expects text
+        raise SyntaxError("bad", ("file", 1, 1, b"no text"))  # the traceback module expects a str
 
     assert raised(SyntaxError, on_rank(0, max_wait=timedelta(seconds=20))(fail)).msg == "bad"
-    usable()
+    assert_group_is_usable()
 
 
-def check_of_several_exceptions_the_lowest_rank_is_raised():
+def check_if_several_ranks_fail_the_exception_of_the_lowest_is_raised():
     for ranks in subsets():
 
         @on_rank(ranks)
         def fail():
-            time.sleep(0.05 * (dist.get_world_size() - dist.get_rank()))  # the lowest comes last
+            time.sleep(0.05 * (dist.get_world_size() - dist.get_rank()))  # lowest rank fails last
             raise (ValueError, KeyError, OSError)[dist.get_rank()](f"from {dist.get_rank()}")
 
         error = raised((ValueError, KeyError, OSError)[min(ranks)], fail)
@@ -202,16 +203,16 @@ def check_of_several_exceptions_the_lowest_rank_is_raised():
             assert f"from {rank}" in text_of(error)
             assert f"raised on rank {rank} in" in text_of(error)
         assert len(error.__notes__) == len(ranks)
-    usable()
+    assert_group_is_usable()
 
 
-def check_what_a_failed_body_held_is_freed_with_its_exception():
-    """Without the garbage collector: a frame that held its own exception would keep it alive."""
-    held = []
+def check_local_variables_of_a_failed_body_are_freed_with_its_exception():
+    """The garbage collector is off: a frame that held its exception would keep both alive."""
+    references = []
 
     def fail():
         local = ScriptError("held by the body's frame")
-        held.append(weakref.ref(local))
+        references.append(weakref.ref(local))
         raise LookupError("no")
 
     def fail_in_block():
@@ -224,11 +225,11 @@ def check_what_a_failed_body_held_is_freed_with_its_exception():
             raised(LookupError, call)
     finally:
         gc.enable()
-    assert [reference() for reference in held] == [None] * len(held)
-    assert len(held) == (3 if dist.get_rank() == 0 else 1)
+    assert [reference() for reference in references] == [None] * len(references)
+    assert len(references) == (3 if dist.get_rank() == 0 else 1)
 
 
-def check_one_failure_among_several_workers_is_raised_on_all():
+def check_one_failure_among_several_executing_ranks_is_raised_on_all_ranks():
     everyone = range(dist.get_world_size())
     for bad in everyone:
 
@@ -238,7 +239,7 @@ def check_one_failure_among_several_workers_is_raised_on_all():
                 raise ValueError(f"from {bad}")
 
         assert str(raised(ValueError, work)) == f"from {bad}"
-    usable()
+    assert_group_is_usable()
 
 
 def check_a_rank_outside_the_world_is_an_error_on_all_ranks():
@@ -247,7 +248,7 @@ def check_a_rank_outside_the_world_is_an_error_on_all_ranks():
         work = on_rank(ranks)(lambda: None)
         assert f"0 to {world - 1}" in str(raised(ValueError, work))
     raised(ValueError, rank_first(world).__enter__)
-    usable()
+    assert_group_is_usable()
 
 
 def check_ranks_in_different_calls_get_an_error():
@@ -271,21 +272,21 @@ def check_ranks_in_different_calls_get_an_error():
             assert re.search(rf"{name} \(line \d+\) on rank", str(error))
         assert me == other or f"rank {other} is in" in str(error)
         assert "the same order" in str(error)
-    for other in everyone:  # the same function, for other ranks
+    for other in everyone:  # the same function, but for different ranks
         raised(RuntimeError, on_rank(int(me == other))(one))
         raised(RuntimeError, block_first if me == other else on_rank(0)(one))
-    usable()
+    assert_group_is_usable()
 
 
 def check_ranks_that_agree_add_their_call_to_the_store_once():
-    """Each waiting rank reads the list every second: with N lines, N ranks would read N²."""
+    """Each waiting rank reads the list every second. Otherwise N ranks would read N lines each."""
     on_rank(0)(time.sleep)(1)
     opened = open_group()
     lines = opened.store.get(f"ddp_ref/waiting/{opened.calls[False]}").decode().splitlines()
     assert len(lines) == 1 and "\ttime.sleep on rank 0 (call " in lines[0], lines
 
 
-def check_a_name_of_two_lines_is_no_mismatch():
+def check_a_function_name_with_a_line_break_is_no_mismatch():
     def work():
         time.sleep(1)
 
@@ -293,7 +294,7 @@ def check_a_name_of_two_lines_is_no_mismatch():
     on_rank(0)(work)()
 
 
-def check_calls_of_one_name_at_different_lines_are_different_calls():
+def check_calls_with_the_same_name_on_different_lines_are_different_calls():
     first = on_rank(0, broadcast=True)(lambda: "first")
     second = on_rank(0, broadcast=True)(lambda: "second")
 
@@ -308,10 +309,10 @@ def check_calls_of_one_name_at_different_lines_are_different_calls():
     raised(RuntimeError, first if me == 0 else second)
     raised(RuntimeError, blocks, me == 0)
     assert (first(), second()) == ("first", "second")
-    usable()
+    assert_group_is_usable()
 
 
-def check_a_result_that_does_not_unpickle_is_an_error_on_the_receivers():
+def check_a_result_that_cannot_be_unpickled_is_an_error_on_the_receivers():
     @on_rank(0, broadcast=True)
     def give():
         return {"failed": TwoArguments("this", "that")}
@@ -320,10 +321,10 @@ def check_a_result_that_does_not_unpickle_is_an_error_on_the_receivers():
         assert type(give()["failed"]) is TwoArguments
     else:
         raised(TypeError, give)
-    usable()
+    assert_group_is_usable()
 
 
-def check_a_failure_is_raised_also_where_another_call_runs():
+def check_a_failure_is_raised_even_on_a_rank_in_another_call():
     for other in range(1, dist.get_world_size()):
 
         @on_rank(0)
@@ -332,7 +333,7 @@ def check_a_failure_is_raised_also_where_another_call_runs():
 
         error = raised(ValueError, on_rank(0)(print) if dist.get_rank() == other else fail)
         assert "the same order" in text_of(error) or dist.get_rank() not in (0, other)
-    usable()
+    assert_group_is_usable()
 
 
 def check_a_call_inside_a_running_body_exchanges_nothing():
@@ -353,10 +354,10 @@ def check_a_call_inside_a_running_body_exchanges_nothing():
 
             expected = ("inner" if me in inner_ranks else None,) * 2
             assert outer() == (expected if me in ranks else None)
-    usable()
+    assert_group_is_usable()
 
 
-def check_a_call_by_a_thread_of_a_body_exchanges_nothing():
+def check_a_call_from_a_thread_of_a_running_body_exchanges_nothing():
     inner = on_rank(0)(dist.get_rank)
 
     @on_rank(0, broadcast=True)
@@ -370,7 +371,7 @@ def check_a_call_by_a_thread_of_a_body_exchanges_nothing():
     assert outer() == [0]
 
 
-def check_an_exception_of_an_inner_call_is_raised_on_all():
+def check_an_exception_of_an_inner_call_is_raised_on_all_ranks():
     @on_rank(0)
     def inner():
         raise LookupError("inner")
@@ -381,7 +382,7 @@ def check_an_exception_of_an_inner_call_is_raised_on_all():
         inner()
 
     assert "inner" in str(raised(LookupError, outer))
-    usable()
+    assert_group_is_usable()
 
 
 def check_methods():
@@ -421,8 +422,8 @@ def check_methods():
     assert model.size == 1
 
 
-class CountedGroup:
-    """The side group, which counts what is sent over it."""
+class CountingGroup:
+    """The side group, with a count of the messages that this rank sends over it."""
 
     def __init__(self, side):
         self.side, self.sent = side, 0
@@ -437,7 +438,7 @@ class CountedGroup:
 
 def check_a_call_costs_two_messages_per_other_rank():
     opened, world = open_group(), dist.get_world_size()
-    side, opened.side = opened.side, CountedGroup(opened.side)
+    side, opened.side = opened.side, CountingGroup(opened.side)
     try:
         for worker in range(world):
             for call in (on_rank(worker), on_rank(worker, broadcast=True)):
@@ -464,7 +465,7 @@ def peak_memory():
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def check_barrier_adds_the_default_group_s_own():
+def check_barrier_adds_a_barrier_of_the_default_group():
     calls = []
     original = dist.barrier
     dist.barrier = lambda *args, **kwargs: [calls.append(1), original(*args, **kwargs)]
@@ -480,9 +481,9 @@ def check_barrier_adds_the_default_group_s_own():
         dist.barrier = original
 
 
-def check_max_wait_ends_the_wait_and_what_comes_late_is_not_mixed_up():
+def check_max_wait_ends_the_wait_and_late_outcomes_are_not_mixed_up():
     me, everyone, threads = dist.get_rank(), range(dist.get_world_size()), []
-    before = threading.enumerate()  # other checks may have given up waits that never end
+    before = threading.enumerate()  # earlier checks may have left threads that wait forever
     for worker in everyone:
         files = [f"gave_up.{worker}.{rank}" for rank in everyone if rank != worker]
 
@@ -499,7 +500,7 @@ def check_max_wait_ends_the_wait_and_what_comes_late_is_not_mixed_up():
             assert f"waiting for rank {worker}" in str(error) and "slow" in str(error)
             new = {*threading.enumerate()} - {*before, *threads}
             waiting = [thread for thread in new if thread.name.endswith("(_ask)")]
-            assert waiting  # for the outcome that comes late
+            assert waiting  # for the late outcome
             threads += waiting
             Path(f"gave_up.{worker}.{me}").touch()
         for number in range(3):
@@ -507,10 +508,10 @@ def check_max_wait_ends_the_wait_and_what_comes_late_is_not_mixed_up():
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
-    usable()
+    assert_group_is_usable()
 
 
-def check_max_wait_does_not_bound_the_work():
+def check_work_that_ends_within_max_wait_succeeds():
     @on_rank(range(dist.get_world_size()), max_wait=timedelta(seconds=20))
     def work():
         return "done"
@@ -529,7 +530,7 @@ def check_rank_first_goes_first():
             assert Path(f"first{first}").exists()
 
 
-def check_an_exception_of_the_first_rank_is_raised_instead_of_the_block():
+def check_an_exception_on_the_first_rank_is_raised_instead_of_running_the_block():
     for first in range(dist.get_world_size()):
         for kind in (LookupError, SystemExit, KeyboardInterrupt, StopIteration):
             ran = []
@@ -545,10 +546,10 @@ def check_an_exception_of_the_first_rank_is_raised_instead_of_the_block():
             else:
                 raise AssertionError("nothing was raised")
             assert bool(ran) == (dist.get_rank() == first)
-    usable()
+    assert_group_is_usable()
 
 
-def check_an_exception_of_a_later_rank_is_its_own():
+def check_an_exception_on_a_later_rank_is_raised_only_there():
     last = dist.get_world_size() - 1
     try:
         with rank_first(0):
@@ -558,27 +559,27 @@ def check_an_exception_of_a_later_rank_is_its_own():
         assert dist.get_rank() == last
     else:
         assert dist.get_rank() != last
-    usable()
+    assert_group_is_usable()
 
 
-def check_a_context_manager_of_the_user_may_call():
+def check_a_users_context_manager_may_call_on_rank():
     @contextmanager
     def logged():
         on_rank(0)(lambda: None)()
         yield
 
     with logged():
-        usable()
+        assert_group_is_usable()
 
 
-def check_a_new_group_starts_anew():
+def check_on_rank_works_without_a_group_and_in_a_new_one():
     cleanup_ddp()
     assert on_rank(0)(lambda: "alone")() == "alone"
     initialize_ddp()
-    usable()
+    assert_group_is_usable()
 
 
-def check_an_exception_of_the_script_arrives_as_each_rank_s_own_class():
+def check_an_exception_of_the_script_arrives_as_each_ranks_own_class():
     for rank in range(dist.get_world_size()):
 
         @on_rank(rank)
@@ -589,7 +590,7 @@ def check_an_exception_of_the_script_arrives_as_each_rank_s_own_class():
             fail()
         except ScriptError as error:
             assert error.number == 5 and f"raised on rank {rank} in" in text_of(error)
-    usable()
+    assert_group_is_usable()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Run many checks in one set of real ranks: starting ranks takes seconds, a check milliseconds.
+"""Run many checks in one launch of real ranks.
 
-A script defines `check_...` functions, which every rank calls in the same order, and ends with
-`run_checks(globals())`. A test asks for one of them by name with `check_passes`.
+Starting ranks takes seconds, but a check takes milliseconds. A script defines `check_...`
+functions, which every rank calls in the same order, and ends with `run_checks(globals())`. A test
+asks for the result of one check, by its name, with `check_passes`.
 """
 
 import faulthandler
@@ -21,13 +22,14 @@ from harness import run, torchrun
 
 HERE = Path(__file__).parent
 TIMEOUT = timedelta(seconds=60)
-STUCK = 50  # seconds after which a rank writes where it is: before its peers' timeout
+STUCK = 50  # seconds after which a rank writes its stack; less than its peers' timeout
 
 
 def run_checks(namespace: dict[str, Any]) -> None:
-    """Call every check in this rank, and write what became of each; stop at the first failure.
+    """Call every check on this rank and write the results to a file; stop at the first failure.
 
-    The group is opened by the user's own init_process_group under `--foreign`, else by ddp_ref.
+    With `--foreign`, init_process_group opens the group, as in a user's own script. Otherwise
+    ddp_ref opens it.
     """
     import torch.distributed as dist
 
@@ -38,18 +40,18 @@ def run_checks(namespace: dict[str, Any]) -> None:
     else:
         initialize_ddp(TIMEOUT, use_distributed=True)
     results = Path(f"rank{dist.get_rank()}.json")
-    stack = Path(f"rank{dist.get_rank()}.stack").open("w")  # noqa: SIM115 - for good
+    stack = Path(f"rank{dist.get_rank()}.stack").open("w")  # noqa: SIM115 - stays open
     done: dict[str, str] = {}
     for name in _names(namespace):
         faulthandler.dump_traceback_later(STUCK, file=stack)
         try:
             namespace[name]()
             done[name] = "passed"
-        except BaseException:  # noqa: BLE001 - reported, whatever it is, by the test that asks
+        except BaseException:  # noqa: BLE001 - the test that asks for it reports it
             done[name] = traceback.format_exc()
         results.write_text(json.dumps(done))
         if done[name] != "passed":
-            os._exit(1)  # its peers would wait for this rank: let them fail too
+            os._exit(1)  # the other ranks would wait for this one: make them fail too
         dist.barrier()
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
@@ -64,16 +66,16 @@ def checks(script: str) -> list[str]:
 def on_ranks(script: str, world: int, *flags: str, fresh: bool = False, full: bool = False) -> Any:
     """Return the parameter `launch` of a test called test_on_ranks, which calls `check_passes`.
 
-    All its tests of one launch run on one of pytest's workers (see the project's conftest.py).
-    Ranks that are not `fresh` share a hash seed, so a set has the same order in all of them.
-    A launch that is `full` runs under `make test-full` alone.
+    All tests of one launch run on the same pytest-xdist worker (see the project's conftest.py).
+    Unless the ranks are `fresh`, they share a hash seed, so a set has the same order in all of
+    them. A `full` launch runs only under `make test-full`.
     """
     marks = [pytest.mark.full] if full else []
     return pytest.param((script, world, fresh, *flags), id=str(world), marks=marks)
 
 
 def check_passes(launch: tuple[Any, ...], name: str) -> None:
-    """Fail unless the check passed on every rank; the first question runs them all."""
+    """Fail unless the check passed on every rank. The first call for a launch runs all checks."""
     results = [done.get(name, "was not reached") for done in _results(*launch)]
     texts = [f"rank {rank} of {launch[1]}: {result}" for rank, result in enumerate(results)]
     assert set(results) == {"passed"}, "\n".join([name, *texts])

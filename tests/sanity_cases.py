@@ -1,4 +1,4 @@
-"""What each rank hands to the checks of scripts/sanity.py; test_sanity.py starts the ranks."""
+"""What each rank passes to the checks of scripts/sanity.py; test_sanity.py starts the ranks."""
 
 from contextlib import nullcontext
 
@@ -18,7 +18,7 @@ SIZE = 13  # no number of ranks or workers here divides it
 def verdicts():
     """Call every check in every case on this rank; return what it said, by check and case.
 
-    One process does so twice: without a process group, then in a group of one.
+    A single process does this twice: without a process group, then in a group of one.
     """
     info = initialize_ddp()
     answers = [all_answers(info)]
@@ -33,7 +33,7 @@ def all_answers(info):
     for check, cases in CASES.items():
         answers[check.__name__] = {}
         for name, arguments in cases(info.rank, info.world_size, info.device).items():
-            if callable(arguments):  # gradients are made just before they are looked at
+            if callable(arguments):  # gradients are computed just before they are checked
                 arguments = arguments()
             try:
                 check(*arguments)

@@ -1,4 +1,4 @@
-"""Clusters of local_cluster.sh for the tests, and jobs on them that leave nothing behind."""
+"""Start clusters with local_cluster.sh, and run jobs on them that leave nothing behind."""
 
 import signal
 import subprocess
@@ -12,12 +12,12 @@ import torch
 from harness import MARK, SCRIPTS, Result, clean_environment, marked, run
 
 LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
-END_OF_HEAD = "# ---- Nothing below"  # of a template
-OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+END_OF_HEAD = "# ---- Nothing below"  # where the header of a template ends
+END_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
 class Cluster:
-    """A cluster with a name and a network of its own; inside the `with`, it is up."""
+    """A Slurm cluster with its own name and network. It is up inside the `with` block."""
 
     def __init__(self) -> None:
         number = uuid.uuid4()
@@ -35,7 +35,7 @@ class Cluster:
         self.do("down")
 
     def do(self, *verb: str, env: dict[str, str] | None = None) -> Result:
-        """Run local_cluster.sh for this cluster; what `up` starts lives on."""
+        """Run local_cluster.sh for this cluster. The daemons that `up` starts keep running."""
         return _run_unwatched(LOCAL_CLUSTER, *verb, env=self.names | (env or {}))
 
     def on(self, host: str, *command: str | Path) -> list[str | Path]:
@@ -45,22 +45,22 @@ class Cluster:
 
     @property
     def names(self) -> dict[str, str]:
-        """Return the variables by which local_cluster.sh knows it."""
+        """Return the variables that tell local_cluster.sh the name and network of the cluster."""
         return {"LOCAL_CLUSTER": self.name, "LOCAL_CLUSTER_NET": self.net}
 
     def run(self, *command: str | Path, cwd: Path, timeout: float = 240) -> Result:
-        """Run a client of Slurm, such as srun, to its end."""
+        """Run a Slurm client, such as srun, until it ends."""
         return run(*command, cwd=cwd, timeout=timeout, env=self.env)
 
     def control(self, *command: str) -> str:
-        """Return what `scontrol` says; an error of it fails the test."""
+        """Return what `scontrol` prints. Fail if it exits with an error."""
         ended = _run_unwatched("scontrol", *command, env=self.env)
         assert ended.code == 0, ended.stderr
         return ended.stdout
 
 
 class Job:
-    """A batch job; after the `with` it is over and nothing of it is left, or it is an error."""
+    """A batch job. When its `with` block ends, the job is ended, and no process may be left."""
 
     def __init__(self, cluster: Cluster, *sbatch: str | Path, cwd: Path) -> None:
         self.cluster, self.mark = cluster, uuid.uuid4().hex
@@ -74,9 +74,9 @@ class Job:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self.fields()["JobState"] not in OVER:
+        if self.fields()["JobState"] not in END_STATES:
             self.tell("scancel")
-            self.wait_until(*OVER)
+            self.wait_until(*END_STATES)
         deadline = time.monotonic() + 5
         while (left := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -103,22 +103,23 @@ class Job:
         return fields
 
     def wait_for(self, text: str, timeout: float = 240, times: int = 1) -> None:
-        """Wait until the log holds `text`, that many `times`."""
+        """Wait until the log contains `text` at least `times` times."""
         deadline = time.monotonic() + timeout
         while self.text().count(text) < times:
             state = self.fields()["JobState"]
-            over = state in OVER and self.text().count(text) < times
+            over = state in END_STATES and self.text().count(text) < times
             assert not over and time.monotonic() < deadline, f"{state}, no {text!r}:\n{self.text()}"
             time.sleep(0.05)
 
     def tell(self, *command: str) -> None:
-        """Run a command of Slurm on this job, such as `scancel --signal=USR1`."""
+        """Run a Slurm command on this job, such as `scancel --signal=USR1`."""
         self.cluster.run(*command, self.id, cwd=self.log.parent, timeout=30)
 
     def start_again(self) -> None:
-        """Let the job that is back in the queue start soon: Slurm itself would wait two minutes.
+        """Let the requeued job start soon. By itself, Slurm would wait two minutes.
 
-        Not within the second of its end: a host refuses what has the credential of then.
+        The job must not start within the same second in which it ended: a host refuses a job
+        whose credential dates from that second.
         """
         self.wait_until("PENDING")
         self.cluster.control("update", f"JobId={self.id}", "StartTime=now+2")
@@ -128,13 +129,13 @@ class Job:
         processes = [(p, p.environ()) for p in marked(self.mark) if "python" in p.name()]
         victims = [p for p, env in processes if env.get("RANK") == str(rank)] or [
             p for p, env in processes if env.get("SLURM_PROCID") == str(rank)
-        ]  # without torchrun, a rank is a task
+        ]  # without torchrun, each task is a rank
         assert len(victims) == 1, victims
         victims[0].send_signal(number)
 
 
 def _run_unwatched(*command: str | Path, env: dict[str, str], cwd: Path | None = None) -> Result:
-    """Run a command whose children may live on, such as a daemon's or a job's."""
+    """Run a command that may leave processes running, such as a daemon or a job."""
     ended = subprocess.run(
         command,
         cwd=cwd,
@@ -147,7 +148,7 @@ def _run_unwatched(*command: str | Path, env: dict[str, str], cwd: Path | None =
 
 
 def edited(folder: Path, template: str, before: str, after: str) -> str:
-    """Write a template with a part of its head replaced, and return the name of the file."""
+    """Write a copy of a template with one part of its header replaced; return the file's name."""
     text = (SCRIPTS / "slurm" / template).read_text()
     head, mark, _ = text.partition(END_OF_HEAD)
     assert text.count(END_OF_HEAD) == 1 and (head + mark).count(before) == 1
@@ -164,7 +165,7 @@ def project_folder(folder: Path) -> Path:
 
 
 def weights(folder: Path) -> list[torch.Tensor]:
-    """Return the weights that a script has left in `folder`."""
+    """Return the weights that a script has saved in `folder`."""
     if (folder / "snapshot.pt").exists():
         content = torch.load(folder / "snapshot.pt", weights_only=True)["model"]
     elif (folder / "checkpoint.pt").exists():
@@ -177,7 +178,7 @@ def weights(folder: Path) -> list[torch.Tensor]:
 
 @cache
 def one_process(folder: Path, batch_size: int, epochs: int) -> list[torch.Tensor]:
-    """Return the weights at which one process ends, without DDP or Slurm."""
+    """Return the weights that one process ends with, without DDP or Slurm."""
     folder = folder / uuid.uuid4().hex
     folder.mkdir()
     flags = ["--batch-size", str(batch_size), "--epochs", str(epochs)]
@@ -186,12 +187,12 @@ def one_process(folder: Path, batch_size: int, epochs: int) -> list[torch.Tensor
     return weights(folder)
 
 
-def assert_close(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """The weights are equal but for rounding, as the sums have another order."""
-    for one, other in zip(found, expected, strict=True):
+def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Assert that the weights are equal except for rounding: sums may be added in another order."""
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """The weights are equal, bit for bit."""
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Assert that the weights are equal, bit for bit."""
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))

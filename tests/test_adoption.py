@@ -1,4 +1,4 @@
-"""Real code meets Handler: any batch, exact token means, existing loaders, streams, own loops."""
+"""Handler with existing code: any batch, token means, existing loaders, streams, custom loops."""
 
 import math
 from collections import OrderedDict
@@ -35,13 +35,13 @@ def test_in_one_process(name, tmp_path, monkeypatch):
 
 
 class Timm:
-    """timm's schedulers take the number of the epoch."""
+    """A scheduler like those of timm, whose `step` takes the number of the epoch."""
 
     def step(self, epoch, metric=None):
         raise AssertionError
 
 
-def made(**options):
+def make_handler(**options):
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     arguments = {"optimizer": optimizer, "loss_fn": nn.functional.cross_entropy, "device": "cpu"}
@@ -63,9 +63,9 @@ def made(**options):
         ({"metrics": {"f1": adoption_checks.F1}}, ValueError, "'f1' is .*F1.* a metric object"),
     ],
 )
-def test_what_the_ports_met_is_one_line(options, error, text):
+def test_errors_seen_while_porting_projects_are_one_line(options, error, text):
     with pytest.raises(error, match=text) as caught:
-        made(**options)
+        make_handler(**options)
     assert "\n" not in str(caught.value)
 
 
@@ -79,8 +79,8 @@ def test_what_the_ports_met_is_one_line(options, error, text):
         ({"forward": lambda model, batch: {"a": 1, "b": 2}}, "outputs, targets.*, not a dict"),
     ],
 )
-def test_what_count_and_forward_must_return(options, text):
-    handler = made(**options)
+def test_wrong_results_of_count_and_forward_are_refused(options, text):
+    handler = make_handler(**options)
     handler.set_train_loader(Points(8), batch_size=4)
     with pytest.raises(ValueError, match=text):
         handler.train(1)
@@ -93,12 +93,12 @@ def test_what_count_and_forward_must_return(options, text):
         (["a", "b"], None),
         ((["a"], torch.ones(1)), None),
         ("a", None),
-        (([{"image": 1}], 2), [{"image": 1}]),  # of a detection
+        (([{"image": 1}], 2), [{"image": 1}]),  # as in object detection
         ({"ids": 1}, {"ids": 1}),
         (((3, Timm),), (3, Timm)),
     ],
 )
-def test_what_a_model_cannot_predict_is_named(batch, inputs):
+def test_inputs_of_returns_the_inputs_or_says_what_to_do(batch, inputs):
     if inputs is None:
         with pytest.raises(ValueError, match=r"a batch must start with a tensor .* pass forward="):
             inputs_of(batch)
@@ -114,10 +114,10 @@ class Batch:
     ("batch", "count"),
     [
         ((torch.ones(3, 2), torch.ones(5)), 5),
-        ([torch.ones(5, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets of two parts
-        ((torch.ones(4, 2), [torch.zeros(5, 4)] * 4), 4),  # as many boxes in each image
+        ([torch.ones(5, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets with two parts
+        ((torch.ones(4, 2), [torch.zeros(5, 4)] * 4), 4),  # each image has the same number of boxes
         (([torch.ones(3, 8, 8)] * 2, [torch.zeros(5, 4)] * 2), 2),
-        (([torch.ones(8, 2)] * 2, [torch.ones(8)] * 2), 8),  # inputs and targets of two parts
+        (([torch.ones(8, 2)] * 2, [torch.ones(8)] * 2), 8),  # two parts each
         ((torch.ones(3, 2), [{"boxes": torch.ones(9, 4)}, {}, {}]), 3),
         ((torch.ones(2, 2), [torch.zeros(3, 5), torch.zeros(1, 5)]), 2),  # boxes of two images
         ((torch.ones(2, 2), [torch.zeros(0, 5), torch.zeros(1, 5)]), 2),
@@ -138,7 +138,7 @@ def test_how_many_samples_a_batch_has(batch, count):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_metric_object_at_another_world_size_covers_the_rest_of_the_epoch(tmp_path, last):
-    """With a warning; it is NaN if the epoch has no step left."""
+    """There is a warning. The value is NaN if no step of the epoch is left."""
     path, steps = str(tmp_path / "a.pt"), 4
 
     def save():
@@ -160,7 +160,7 @@ def test_a_metric_object_at_another_world_size_covers_the_rest_of_the_epoch(tmp_
 
 
 class Lists(adoption_checks.F1):
-    """As a torchmetrics object with list states: it cannot compute without an update."""
+    """Like a torchmetrics object with list states, it cannot compute without an update."""
 
     def compute(self):
         if not self.counts.any():
@@ -169,7 +169,7 @@ class Lists(adoption_checks.F1):
 
 
 class Output(OrderedDict):
-    """As the outputs of Hugging Face: a dict with attributes, which has no `update`."""
+    """Like the outputs of Hugging Face: a dict with attributes, whose `update` raises an error."""
 
     @property
     def logits(self):
@@ -192,11 +192,11 @@ def test_outputs_keep_their_class():
     for value in (output, Plain(logits)):
         detached = detach(value)
         assert type(detached) is type(value) and not detached.logits.requires_grad
-        assert value.logits.requires_grad  # the model's own stay as they are
+        assert value.logits.requires_grad  # the model's own tensors stay as they are
         assert move(value, torch.device("cpu")).logits is logits
 
 
-def test_a_batch_without_a_length_names_the_ways_out():
+def test_the_error_for_a_batch_without_a_length_says_what_to_do():
     with pytest.raises(ValueError, match=r"batch of type int has: pass count= .* a collate_fn"):
         default_count(3)
 
@@ -204,32 +204,32 @@ def test_a_batch_without_a_length_names_the_ways_out():
 def test_optimizer_state_goes_to_the_device_of_its_parameters():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.Adagrad([parameter], lr=0.1)
-    parameter.data = parameter.data.double()  # in the place of a move, which needs a second device
+    parameter.data = parameter.data.double()  # imitates a move, which would need a second device
     move_optimizer_state(optimizer)
     assert optimizer.state[parameter]["sum"].dtype == torch.float64
 
 
-def test_all_tensors_of_a_checkpoint_come_from_the_cpu(monkeypatch):
-    """Only a GPU has others: here, all of them have passed the copy to the CPU."""
-    moved = train_state.move
+def test_all_tensors_of_a_checkpoint_are_moved_to_the_cpu(monkeypatch):
+    """Without a GPU, tensors are on the CPU anyway, so this checks that `move` got each of them."""
+    original_move = train_state.move
 
-    def marked(value, device):
+    def move_and_mark(value, device):
         assert device == torch.device("cpu")
         if isinstance(value, torch.Tensor):
-            return torch.full_like(moved(value, device), -1)
-        return train_state.CPU and moved_parts(value)
+            return torch.full_like(original_move(value, device), -1)
+        return train_state.CPU and move_parts(value)
 
-    def moved_parts(value):
+    def move_parts(value):
         if isinstance(value, dict):
-            return {key: marked(part, torch.device("cpu")) for key, part in value.items()}
+            return {key: move_and_mark(part, torch.device("cpu")) for key, part in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(marked(part, torch.device("cpu")) for part in value)
+            return type(value)(move_and_mark(part, torch.device("cpu")) for part in value)
         return value
 
     handler = job(8, 2)
     handler.train(1)
     for module in (train_state, checkpoint):
-        monkeypatch.setattr(module, "move", marked)
+        monkeypatch.setattr(module, "move", move_and_mark)
     state = train_state.capture(handler)
 
     def tensors(value):
@@ -239,8 +239,8 @@ def test_all_tensors_of_a_checkpoint_come_from_the_cpu(monkeypatch):
             return [tensor for part in value for tensor in tensors(part)]
         return [value] if isinstance(value, torch.Tensor) else []
 
-    every = tensors(state)
-    assert len(every) >= 4 + 4 + 2 and all((tensor == -1).all() for tensor in every)
+    found_tensors = tensors(state)
+    assert len(found_tensors) >= 4 + 4 + 2 and all((tensor == -1).all() for tensor in found_tensors)
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])

@@ -1,4 +1,4 @@
-"""What cannot work is refused in one line, before any training, and nothing is lost."""
+"""Bad input is refused with one line, before any training, and no file is lost."""
 
 import os
 import re
@@ -22,7 +22,7 @@ def parse(monkeypatch, *flags, nproc=0):
 
 @pytest.mark.parametrize("flag", ["--epochs", "--batch-size", "--save-every", "--lr", "--nproc"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "many", "", "1" + 400 * "0"])
-def test_numbers(monkeypatch, capsys, flag, value):
+def test_bad_numbers_are_refused(monkeypatch, capsys, flag, value):
     with pytest.raises(SystemExit) as exit_:
         parse(monkeypatch, f"{flag}={value}", nproc=2)
     assert exit_.value.code == 2
@@ -34,7 +34,7 @@ def test_numbers(monkeypatch, capsys, flag, value):
 
 
 @pytest.mark.parametrize("value", ["-1", "4294967296", "x"])
-def test_seed(monkeypatch, capsys, value):
+def test_a_bad_seed_is_refused(monkeypatch, capsys, value):
     with pytest.raises(SystemExit):
         parse(monkeypatch, f"--seed={value}")
     assert (
@@ -68,7 +68,7 @@ def test_defaults(monkeypatch):
     ids=["single_gpu", "spawn", "torchrun", "slurm"],
 )
 def test_too_few_gpus(tmp_path, command):
-    """With fake GPUs, tests/test_fakegpu.py also has the cases of some GPUs, but not enough."""
+    """Here there is no GPU. tests/test_fakegpu.py also tests too few GPUs, with fake ones."""
     result = run(*command, "--device=cuda", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
     assert result.code == 1 and result.stdout == ""
     assert re.search(
@@ -101,7 +101,7 @@ def make_bad_file(path: Path, kind: str) -> None:
 
 
 class Evil:
-    """Runs a command where the pickle is loaded without weights_only."""
+    """Makes a folder if its pickle is loaded without weights_only."""
 
     def __init__(self, path):
         self.path = path
@@ -157,7 +157,7 @@ def test_read_only(tmp_path):
         datautils.read_checkpoint(path)
 
 
-def test_a_name_too_long_to_save_beside(tmp_path):
+def test_a_name_too_long_for_a_temporary_file(tmp_path):
     with pytest.raises(SystemExit, match=r"^error: cannot write .*: File name too long$"):
         datautils.read_checkpoint(tmp_path / ("x" * 252))
 
@@ -172,7 +172,7 @@ def test_a_link_stays_a_link(tmp_path):
 
 
 def test_two_runs_in_one_folder_both_save(tmp_path):
-    """Each save has a temporary file of its own: the last one wins, whole."""
+    """Each save has a temporary file of its own, so the last one wins and the file is complete."""
     code = """if True:
         import sys, pathlib, torch, datautils
         for number in range(100):
@@ -186,7 +186,7 @@ def test_two_runs_in_one_folder_both_save(tmp_path):
     assert [path.name for path in tmp_path.glob("*w.pt*")] == ["w.pt"]
 
 
-def test_weights_of_another_model(tmp_path):
+def test_weights_of_another_model_are_refused(tmp_path):
     path, model = tmp_path / "snapshot.pt", torch.nn.Linear(20, 1)
     datautils.check_fits(path, None, model)
     datautils.check_fits(path, {"model": model.state_dict()}, model)
@@ -204,7 +204,7 @@ def test_a_failing_save_keeps_the_old_file(tmp_path):
     path = tmp_path / "checkpoint.pt"
     datautils.write_checkpoint(path, {"weight": torch.ones(2)})
     with pytest.raises(AttributeError):
-        datautils.write_checkpoint(path, {"weight": lambda: None})  # does not pickle
+        datautils.write_checkpoint(path, {"weight": lambda: None})  # cannot be pickled
     assert torch.equal(torch.load(path, weights_only=True)["weight"], torch.ones(2))
     assert list(tmp_path.iterdir()) == [path]
 
@@ -218,8 +218,8 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 @pytest.mark.parametrize(
     "flags", [("--epochs", "0"), ("--device", "cuda"), ("--checkpoint", "thesis.txt")]
 )
-def test_each_script_refuses(tmp_path, script, flags):
-    """The real script ends in one line and writes nothing (its checks need no second rank)."""
+def test_each_script_refuses_bad_input(tmp_path, script, flags):
+    """The real script exits with one line and writes nothing. Its checks need no second rank."""
     (tmp_path / "thesis.txt").write_text("all of it")
     result = run(sys.executable, SCRIPTS / f"{script}.py", *flags, cwd=tmp_path, env=ALONE)
     assert result.code in (1, 2)
@@ -230,8 +230,8 @@ def test_each_script_refuses(tmp_path, script, flags):
 
 
 @pytest.mark.parametrize("nproc", ["0", "100000"])
-def test_spawn_refuses_none_and_too_many_processes(tmp_path, nproc):
-    """Of 0, mp.spawn itself would start none and report success; of 100000, it would never end."""
+def test_spawn_refuses_zero_or_too_many_processes(tmp_path, nproc):
+    """With 0, mp.spawn itself starts no process and succeeds. With 100000, it would never end."""
     command = [sys.executable, SCRIPTS / "multigpu_spawn.py", "--nproc", nproc]
     result = run(*command, cwd=tmp_path, timeout=60)
     assert result.code == 2
@@ -268,7 +268,7 @@ def test_torchrun_script_needs_torchrun(tmp_path):
     assert result.stderr.startswith("error: RANK is not set: start this script with torchrun")
 
 
-def test_torchrun_ranks_refuse_alike(tmp_path):
+def test_ranks_under_torchrun_refuse_a_bad_snapshot(tmp_path):
     (tmp_path / "snapshot.pt").write_text("all of it")
     result = run(*torchrun(2, SCRIPTS / "multigpu_torchrun.py"), cwd=tmp_path, timeout=60)
     assert result.code != 0

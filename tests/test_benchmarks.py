@@ -1,4 +1,4 @@
-"""The benchmarks: what they make of times, and one of them measured for real."""
+"""The benchmarks: what they compute from given times, and short real measurements."""
 
 import ast
 import importlib
@@ -34,7 +34,7 @@ old
 after"""
 
 
-def test_ratios_are_of_the_same_round():
+def test_ratios_compare_times_of_the_same_round():
     """A machine that becomes ten times slower halfway changes no ratio."""
     drawn = np.random.default_rng(0)
     pace = np.repeat([1.0, 10.0], 50)
@@ -47,15 +47,15 @@ def test_ratios_are_of_the_same_round():
     assert spread(rows) == max(1 - again.low, again.high - 1) < 0.02
 
 
-def test_rounds_that_share_their_luck_count_as_one():
-    """Four launches, of which two are 10 % slower: how many rounds each has tells no more."""
+def test_rounds_of_the_same_launch_count_as_one():
+    """Two of four launches are 10 % slower. Having more rounds in each adds no information."""
     launches = np.repeat([1.0, 1.1, 1.0, 1.1], 100)
     times = {"base": [1.0] * 400, "base" + AGAIN: [1.0] * 400, "lucky": list(launches)}
     assert compare(times, "base", block=100)[2].high == pytest.approx(1.1)
     assert compare(times, "base", block=100)[2].low == 1
 
 
-def test_a_round_takes_each_way_once_in_orders_that_all_ranks_draw_alike():
+def test_a_round_times_each_way_once_in_an_order_that_is_the_same_on_all_ranks():
     def play():
         taken = []
         ways = {name: lambda name=name: taken.append(name) or len(taken) for name in "abcd"}
@@ -65,7 +65,7 @@ def test_a_round_takes_each_way_once_in_orders_that_all_ranks_draw_alike():
     rounds = [tuple(taken[at : at + 4]) for at in range(0, len(taken), 4)]
     assert len(rounds) == 22 and all(sorted(each) == list("abcd") for each in rounds)
     assert len(set(rounds)) > 5 and taken == again
-    assert {len(found) for found in times.values()} == {20}  # without those to warm up
+    assert {len(seconds) for seconds in times.values()} == {20}  # without the warm-up rounds
     assert min(map(min, times.values())) > 8
 
 
@@ -87,15 +87,15 @@ def test_a_table_shows_times_speeds_and_ratios():
         (1.03, 1.2, 1.1, "missed"),
     ],
 )
-def test_noise_reaches_no_goal(control, ours, peer, verdict):
+def test_noise_never_makes_a_goal_count_as_reached(control, ours, peer, verdict):
     seconds = {RAW: 1, RAW + AGAIN: control, OURS: ours, "peer": peer}
     rows = compare({name: [number] * 3 for name, number in seconds.items()}, RAW)
     goals = against_raw(rows)
     assert len(goals) == 2 and all(f"({verdict}" in goal for goal in goals)
-    assert len(against_raw(rows[:3])) == 1  # no peer, no word about peers
+    assert len(against_raw(rows[:3])) == 1  # without a peer, no goal about peers
 
 
-def test_a_mean_whose_interval_reaches_too_far_reaches_no_goal():
+def test_a_mean_with_too_wide_an_interval_reaches_no_goal():
     times = {RAW: [1.0] * 9, RAW + AGAIN: [1.001] * 9, OURS: [1.0] * 5 + [1.1] * 4}
     (near,) = against_raw(compare(times, RAW))
     assert "+4.3% (too much noise" in near
@@ -109,12 +109,12 @@ def test_ways_take_turns_of_ten_steps():
             for _ in range(steps_of(2)):
                 done.append(name)
                 tick()
-            done.append("end of " + name)  # a way's end is within its last turn
+            done.append("end of " + name)  # a way ends within its last turn
 
         return train
 
     times = take_turns({name: way(name) for name in "abc"}, 2)
-    assert [len(found) for found in times.values()] == [2, 2, 2]
+    assert [len(seconds) for seconds in times.values()] == [2, 2, 2]
     ends = [at for at, what in enumerate(done) if what.startswith("end")]
     assert all(done[at - 1] == done[at][-1] for at in ends) and len(ends) == 3
     steps = [what for what in done if len(what) == 1]
@@ -137,8 +137,8 @@ def test_a_way_that_fails_ends_all_turns():
         take_turns({"good": good, "short": lambda tick: None}, 1)
 
 
-def test_a_world_of_one_takes_as_many_steps():
-    """As the GPU's part has it under nccl."""
+def test_one_rank_trains_each_way_for_the_same_number_of_steps():
+    """The GPU benchmark also starts a single rank, with nccl."""
     names = (RAW, RAW + AGAIN, OURS)
     (times,) = run_ranks(times_on_rank, 8, 1, names, nproc=1)
     assert set(times) == set(names)
@@ -193,8 +193,8 @@ def test_growth_is_measured_and_written(tmp_path):
     assert "<svg" in (tmp_path / growth.FIGURE).read_text()
 
 
-def test_what_the_growth_page_says_of_costs_that_are_known():
-    """The last two worlds differ by noise only, which must not decide about the exponent."""
+def test_the_growth_tables_for_known_costs():
+    """The last two worlds differ only by noise, which must not decide the exponent."""
     each = {n: growth.Cost(n / 1000, min(n, 50) / 1e3) for n in (2, 10, 50, 100)}
     worlds = [
         growth.Costs(n, dict.fromkeys(growth.NAMES, cost), 250, 2 * n) for n, cost in each.items()
@@ -210,7 +210,7 @@ def test_what_the_growth_page_says_of_costs_that_are_known():
     assert "| on_rank | 2 ms | 10 ms | 50 ms | 100 ms | 1.0 |" in lines
 
 
-def test_sizes_that_make_no_growth_are_refused_before_anything_is_measured(tmp_path):
+def test_wrong_arguments_of_growth_are_refused_before_anything_is_measured(tmp_path):
     page = tmp_path / "page.md"
     page.touch()
     for flags, problem in (
@@ -222,8 +222,8 @@ def test_sizes_that_make_no_growth_are_refused_before_anything_is_measured(tmp_p
         assert ended.code == 2 and problem in ended.stderr
 
 
-def test_gloo_reads_the_address_of_every_rank_on_every_rank():
-    """docs/growth.md: how often, and how many bytes an address has."""
+def test_with_gloo_every_rank_looks_up_the_address_of_every_rank():
+    """docs/growth.md says how many look-ups that makes, and how many bytes an address has."""
     ranks, store = 6, RecordingStore()
     timeout = timedelta(seconds=60)
     groups = [
@@ -240,7 +240,7 @@ def test_gloo_reads_the_address_of_every_rank_on_every_rank():
 
 
 class RecordingStore(dist.Store):
-    """What gloo needs of a store, with the addresses that it got and the keys that it was asked."""
+    """The store methods that gloo calls. It records the addresses set and the keys looked up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class RecordingStore(dist.Store):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)  # startup: two minutes where nothing else runs
+@pytest.mark.timeout(900)  # startup takes two minutes on an idle machine
 @pytest.mark.parametrize("name", ["saves", "startup", "scaling", "knobs", "finale"])
 def test_a_benchmark_that_needs_no_peer_runs_and_its_weights_agree(tmp_path, name):
     ended = run(sys.executable, BENCH, name, "--rounds=1", cwd=tmp_path, timeout=840)
@@ -269,8 +269,11 @@ def test_a_benchmark_that_needs_no_peer_runs_and_its_weights_agree(tmp_path, nam
     assert " median | " in ended.stdout and "ratio to " in ended.stdout
 
 
-def test_the_report_asks_for_what_its_parts_import():
-    """Also inside functions; steps.py and tables.py import the peers and matplotlib only there."""
+def test_the_report_checks_for_the_packages_that_its_parts_import():
+    """Imports inside functions count, too.
+
+    steps.py and tables.py are left out, because they import the peers and matplotlib in functions.
+    """
     imported = set()
     for name in ("bench", "gpu", "finale", "side_by_side", "turns", "page"):
         for node in ast.walk(ast.parse((BENCH.parent / f"{name}.py").read_text())):
@@ -286,7 +289,7 @@ def test_the_report_asks_for_what_its_parts_import():
         assert f"`{ {'sklearn': 'scikit-learn', 'yaml': 'pyyaml'}.get(name, name) }`" in page
 
 
-def test_the_parts_of_the_report_have_time_enough_and_end_within_10_minutes():
+def test_the_parts_of_the_report_have_enough_time_and_end_within_10_minutes():
     parts = gpu_report.parts(8, 100)
     assert sum(part.timeout + gpu_report.ENDING for part in parts) < 600
     assert parts[0].title == "Doctor" and parts[0].timeout > 2 * doctor.LIMIT.total_seconds()
@@ -302,18 +305,18 @@ time.sleep(60)
 
 
 def test_a_part_of_the_report_that_is_stuck_is_killed(monkeypatch):
-    """Its rank keeps the output open. Ten ranks of one part would use up the ten minutes."""
+    """The report does not wait for a rank that outlives the part and keeps its output open."""
     monkeypatch.setattr(gpu_report, "ENDING", 1)
     start = time.monotonic()
     text, code = gpu_report.run(gpu_report.Part("Stuck", (), 3, ["-c", STUCK]))
     assert time.monotonic() - start < 15
     assert code == 1 and "failed: not finished after 3 s" in text
-    assert "in /" in text and f"in {Path.cwd()}" not in text  # a part may write files
+    assert "in /" in text and f"in {Path.cwd()}" not in text  # parts write files
 
 
 @pytest.fixture
 def report(monkeypatch, tmp_path):
-    """Run the report with fake parts; return its exit code."""
+    """Return a function that runs the report with fake parts and returns its exit code."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(gpu_report, "machine", lambda gpus: f"{gpus} GPUs")
 

@@ -1,4 +1,7 @@
-"""Callbacks: called in order on every rank, deciding from the history, which a resumed run has."""
+"""Callbacks are called in order on every rank.
+
+They decide from the history, which a resumed run keeps.
+"""
 
 import math
 import sys
@@ -23,7 +26,7 @@ LIMIT = timedelta(minutes=4)
 
 
 class Notes(Callback):
-    """Write down every hook, with the number of epochs and steps that are done."""
+    """Record each hook that is called, with the number of epochs and steps done so far."""
 
     def __init__(self, name, calls):
         self.name, self.calls = name, calls
@@ -56,7 +59,7 @@ def test_hooks_are_called_in_the_order_of_the_list():
     assert calls == [(name, *call) for call in expected for name in "ab"]
 
 
-def test_a_checkpoint_is_written_after_what_the_other_callbacks_draw(tmp_path):
+def test_a_checkpoint_is_written_after_the_other_callbacks_drew_random_numbers(tmp_path):
     class Draws(Callback):
         drawn = ()
 
@@ -78,7 +81,7 @@ def test_a_checkpoint_is_written_after_what_the_other_callbacks_draw(tmp_path):
 
 
 class Replays(Callback):
-    """Put given values in the place of what validation found."""
+    """Record given values in the history, in place of validation results."""
 
     def __init__(self, values):
         self.values = values
@@ -93,10 +96,10 @@ class Replays(Callback):
         ([3, 2, 1, 2, 2, 0, 0], {"patience": 2}, 5),
         ([3, 2, 1, 2, 2, 0, 0], {"patience": 3}, 7),
         ([3, 2.9, 2.8, 2.7], {"patience": 2, "min_delta": 0.5}, 3),
-        ([3, 2.7, 2.4, 2.1], {"patience": 2, "min_delta": 0.5}, 4),  # in two epochs it has
+        ([3, 2.7, 2.4, 2.1], {"patience": 2, "min_delta": 0.5}, 4),  # 2.4 is an improvement on 3
         ([1, 2, 3, 3, 3], {"patience": 2, "mode": "max"}, 5),
         ([1, 0, 0, 3, 3], {"patience": 2, "mode": "max"}, 3),
-        ([float("nan")] * 4 + [2, 3, 3], {"patience": 2}, 7),  # epochs without a value
+        ([float("nan")] * 4 + [2, 3, 3], {"patience": 2}, 7),  # epochs with NaN do not count
         ([1, 1, 1], {"patience": 1}, 2),
     ],
 )
@@ -111,7 +114,7 @@ def test_early_stopping(values, options, epochs, tmp_path):
     resumed = make()
     resumed.load(tmp_path / "a.pt")
     resumed.train(len(values))
-    assert resumed.epoch == epochs  # stopped, and stays so
+    assert resumed.epoch == epochs  # a resumed run stays stopped
 
 
 @pytest.mark.parametrize(
@@ -125,13 +128,13 @@ def test_early_stopping(values, options, epochs, tmp_path):
         (lambda: Checkpoint("a", every_steps=1.5), "every_steps must be"),
     ],
 )
-def test_what_cannot_be_is_refused(make, text):
+def test_invalid_settings_are_rejected(make, text):
     with pytest.raises(ValueError, match=text):
         make()
 
 
 def test_a_monitor_that_nothing_records_is_an_error_before_training(tmp_path):
-    """Also one that needs validation data, where there is none."""
+    """The same goes for one that needs validation data if there is none."""
     for name in ("val_loss", "train_los", "lr_1"):
         for callback in (EarlyStopping(name), Checkpoint(tmp_path, monitor=name)):
             handler = job(callbacks=[callback, LearningRateMonitor()])
@@ -146,8 +149,8 @@ def test_a_monitor_that_nothing_records_is_an_error_before_training(tmp_path):
         handler.train(1)
 
 
-def test_with_a_callback_of_the_users_a_monitor_shows_after_an_epoch():
-    """Replays may record anything, but validation needs data."""
+def test_with_a_users_own_callback_an_unknown_monitor_is_an_error_after_an_epoch():
+    """Replays may record under any name, but a validation loss needs data."""
     with pytest.raises(ValueError, match="nothing is recorded under monitor='another': use one of"):
         job(12, 2, callbacks=[Replays([3]), EarlyStopping("another")]).train(1)
     handler = job(12, 2, callbacks=[Replays([3]), EarlyStopping("val_loss")])
@@ -158,7 +161,7 @@ def test_with_a_callback_of_the_users_a_monitor_shows_after_an_epoch():
         handler.train(1)
 
 
-def test_learning_rates_are_noted_once_an_epoch(tmp_path):
+def test_learning_rates_are_recorded_once_per_epoch(tmp_path):
     def make(*callbacks):
         return job(
             12,
@@ -176,14 +179,14 @@ def test_learning_rates_are_noted_once_an_epoch(tmp_path):
     assert resumed.history["lr"] == [0.1, 0.05, 0.025]
 
 
-def test_checkpoints_are_kept_and_the_best_of_them(tmp_path):
+def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path):
     def work():
         def names(folder):
             return sorted(path.name for path in (tmp_path / folder).iterdir())
 
         folder = tmp_path / "epochs"
         folder.mkdir(exist_ok=True)
-        (folder / ".step_000000001.pt.0.tmp").touch()  # what a killed save left
+        (folder / ".step_000000001.pt.0.tmp").touch()  # left behind by a killed save
         initialize_ddp()
         values = [3, 1, 2, float("nan"), 1]
         keeper = Checkpoint(folder, keep=2, monitor="replayed")
@@ -202,14 +205,14 @@ def test_checkpoints_are_kept_and_the_best_of_them(tmp_path):
         numbers = range(2, 2 * steps + 1, 2)
         assert names("steps") == [f"step_{number:09}.pt" for number in numbers]
         last = job(12, 2)
-        last.load(tmp_path / "steps")  # not as the last step has left it, but the epoch's end
+        last.load(tmp_path / "steps")  # saved again at the end of training
         assert last.epoch == 2 and last.history == handler.history
         return True
 
     assert run_ranks(work, nproc=2, timeout=LIMIT) == [True, True]
 
 
-def test_checkpoints_of_a_later_step_are_told_of_and_left_alone(tmp_path):
+def test_checkpoints_of_a_later_step_cause_a_warning_and_are_kept(tmp_path):
     job(12, 2, callbacks=[Checkpoint(tmp_path)]).train(2)
     with pytest.warns(
         UserWarning, match=r"step_000000012.pt is from a later step than this run's 0"
@@ -222,7 +225,7 @@ def test_checkpoints_of_a_later_step_are_told_of_and_left_alone(tmp_path):
 
 
 class Bar:
-    """What the callback uses of tqdm."""
+    """The part of tqdm that the callback uses."""
 
     all: ClassVar[list] = []
 
@@ -240,8 +243,8 @@ class Bar:
         self.closed = True
 
 
-def test_a_bar_on_a_terminal_only(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)  # not to be imported
+def test_the_progress_bar_is_shown_only_on_a_terminal(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # an import would fail
     job(12, 2).train(1)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.warns(UserWarning, match="no progress bar without tqdm: pip install tqdm"):

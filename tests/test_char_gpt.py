@@ -1,4 +1,7 @@
-"""char_gpt.py: one job on any number of ranks, and a model whose numbers are counted by hand."""
+"""char_gpt.py trains the same model on any number of ranks.
+
+Its numbers are compared with numbers computed by hand.
+"""
 
 import re
 import runpy
@@ -14,8 +17,8 @@ from harness import SCRIPTS, Running, run, torchrun
 from ddp_ref import Handler, run_ranks
 
 SCRIPT = SCRIPTS / "char_gpt.py"
-# The text is this Python's. Two ranks take the steps of one process if no sample is padded: so the
-# block size is one that gives an even number of samples.
+# The text depends on the version of Python. Two ranks take the same steps as one process if no
+# sample is repeated as padding, so BLOCK gives an even number of samples.
 DEFINED = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 TRAINED_ON = torch.arange(len(DEFINED.split(DEFINED.read_text())[0]))
 BLOCK = next(n for n in range(64, 1, -1) if len(DEFINED.windows(TRAINED_ON, n)) % 2 == 0)
@@ -33,7 +36,7 @@ def script():
 
 @pytest.fixture
 def model(script):
-    """Return a small model in float64 whose blocks have an effect, unlike those of a new one."""
+    """Return a small float64 model with random weights: in a new one, the blocks have no effect."""
     torch.manual_seed(0)
     model = script.GPT("abcdefg", n_layer=2, n_head=2, n_embd=8, block_size=5).double()
     for weight in model.parameters():
@@ -50,7 +53,7 @@ def train(folder, *command, timeout=240):
 
 
 def saved(folder):
-    """Return the newest checkpoint: the text, and so the number of steps, is this Python's."""
+    """Return the newest checkpoint. Its step depends on the text, so on the version of Python."""
     *_, newest = sorted((folder / "runs/char_gpt").glob("step_*.pt"))
     return torch.load(newest, weights_only=True)
 
@@ -66,10 +69,10 @@ def spawned(tmp_path_factory):
 
 
 def test_the_loss_falls_and_the_text_is_the_models_own(spawned, script):
-    """The checkpoint alone makes the model again, which writes what was printed."""
+    """A model that is rebuilt from the checkpoint alone generates the text that was printed."""
     text, folder = spawned
-    found = losses(text)
-    assert len(found) == 3 and found == sorted(found, reverse=True) and found[-1] < 2.9
+    values = losses(text)
+    assert len(values) == 3 and values == sorted(values, reverse=True) and values[-1] < 2.9
     for _, nats, bits in EPOCH.findall(text):
         assert float(bits) == pytest.approx(float(nats) / 0.693147, abs=2e-3)
     state = saved(folder)["model"]
@@ -79,12 +82,12 @@ def test_the_loss_falls_and_the_text_is_the_models_own(spawned, script):
     _, val_ids = script.split(script.encode(script.read_text(), model.vocabulary))
     rows = script.windows(val_ids, BLOCK)
     mean = -model.log_likelihood(rows).double().sum().item() / (BLOCK * len(rows))
-    assert found[-1] == pytest.approx(mean, abs=1e-3)
+    assert values[-1] == pytest.approx(mean, abs=1e-3)
     assert f"\n\nloss in nats per character: validation text {mean:.3f} |" in text
 
 
 @pytest.mark.full
-def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, tmp_path):
+def test_one_process_with_the_whole_batch_gets_the_same_weights_up_to_rounding(spawned, tmp_path):
     text = train(tmp_path / "run", sys.executable, SCRIPT, *JOB, "--batch-size", "64")
     assert losses(text) == pytest.approx(losses(spawned[0]), abs=2e-3)
     one, two = saved(tmp_path / "run")["model"], saved(spawned[1])["model"]
@@ -94,8 +97,8 @@ def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, t
 
 
 @pytest.mark.full
-def test_a_run_that_was_ended_goes_on_bit_for_bit(spawned, tmp_path):
-    """Under torchrun, in the middle of an epoch; then the same line again."""
+def test_a_stopped_run_resumes_bit_for_bit(spawned, tmp_path):
+    """A signal stops it under torchrun, in the middle of an epoch. The same command resumes it."""
     line = torchrun(2, SCRIPT, *TWO)
     with Running(*line, cwd=tmp_path) as running:
         running.wait_for("epoch 1 |")
@@ -105,7 +108,7 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(spawned, tmp_path):
     step = re.search(r"ended by a signal at step (\d+)", log)
     assert step and int(step[1]) < saved(spawned[1])["step"]
     text = train(tmp_path, *line)
-    assert "epoch 1 |" not in text  # it was not begun again
+    assert "epoch 1 |" not in text  # it did not start from scratch
     assert spawned[0].endswith(text[text.index("epoch 3 |") :])
     one, two = saved(tmp_path), saved(spawned[1])
     assert one["history"] == two["history"] and one["step"] == two["step"]
@@ -113,7 +116,7 @@ def test_a_run_that_was_ended_goes_on_bit_for_bit(spawned, tmp_path):
         assert name == "_extra_state" or torch.equal(one["model"][name], value)
 
 
-def test_a_finished_run_only_writes(spawned, tmp_path):
+def test_a_finished_run_only_generates_text(spawned, tmp_path):
     flags = ["--run-dir", spawned[1] / "runs/char_gpt", "--prompt", "for i in", "--length", "9"]
     text = train(tmp_path, sys.executable, SCRIPT, *TWO, *flags)
     assert "3 of 3 epochs are done" in text and not EPOCH.search(text)
@@ -122,9 +125,9 @@ def test_a_finished_run_only_writes(spawned, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.first
-@pytest.mark.timeout(900)  # two minutes where nothing else runs
+@pytest.mark.timeout(900)  # two minutes if nothing else runs
 def test_defaults(tmp_path):
-    """The loss falls, the text has words, and the model finds it likelier than read backwards."""
+    """The loss falls, the text has words, and the model finds it likelier than its reverse."""
     text = train(tmp_path, sys.executable, SCRIPT, "--nproc", "2", timeout=840)
     assert losses(text)[-1] < 1.6 and losses(text)[-1] < losses(text)[0] - 0.4
     written = text.split("\n\n", 1)[1]
@@ -140,7 +143,7 @@ def test_no_paragraph_is_trained_on_and_validated(script):
     train_part, val_part = script.split(script.read_text())
     assert len(val_part) == pytest.approx(len(train_part) / 9, rel=1e-3)
     known = set(train_part.split("\n\n"))
-    assert not known & set(val_part.split("\n\n")[1:])  # the first may have been cut in two
+    assert not known & set(val_part.split("\n\n")[1:])  # the first one may have been cut in two
 
 
 def test_each_character_but_the_first_is_predicted_once(script):
@@ -160,16 +163,16 @@ def test_encode_numbers_the_vocabulary(script):
 # The model
 
 
-def test_a_place_sees_no_later_one(model):
+def test_a_position_does_not_see_later_positions(model):
     ids = torch.tensor([[0, 1, 2, 3, 4]])
     changed = torch.tensor([[0, 1, 2, 6, 4]])
     one, other = model(ids), model(changed)
     torch.testing.assert_close(one[:, :3], other[:, :3], rtol=0, atol=1e-12)
-    assert not torch.allclose(one[:, 4], other[:, 4])  # the place after it does
+    assert not torch.allclose(one[:, 4], other[:, 4])  # position 4 sees the change at position 3
 
 
-def test_a_sample_is_drawn_from_what_follows_the_prompt(model, script):
-    """Nearly without chance it is the likeliest character after the last five, again and again."""
+def test_a_sample_continues_its_prompt(model, script):
+    """At a temperature near 0, each new character is the likeliest one after the last five."""
     ids = script.encode("bad", model.vocabulary)
     for _ in range(8):
         likeliest = model(ids[None, -5:])[0, -1].argmax(0, keepdim=True)
@@ -185,11 +188,11 @@ def test_a_sample_depends_on_its_seed_alone(model):
     state = torch.get_rng_state()
     assert model.sample("bad", 30, seed=3, temperature=2.0) == one
     assert model.sample("bad", 30, seed=4, temperature=2.0) != one
-    assert torch.equal(torch.get_rng_state(), state)  # and takes nothing from training
+    assert torch.equal(torch.get_rng_state(), state)  # it draws nothing from the global generator
 
 
 def by_hand(model, rows):
-    """Return the sum of log p of each character given those before it, one at a time."""
+    """Return each row's sum of log p(character | those before it), one character at a time."""
     sums = []
     for row in rows:
         chances = [F.softmax(model(row[None, :end]), 2)[0, -1] for end in range(1, len(row))]
@@ -200,9 +203,9 @@ def by_hand(model, rows):
 def test_log_likelihood_is_the_sum_over_the_characters(model):
     rows = torch.randint(7, (5, 6))
     with torch.no_grad():
-        found = model.log_likelihood(rows)
-        torch.testing.assert_close(found, by_hand(model, rows), rtol=0, atol=1e-10)
-    assert found.shape == (5,) and len(set(found.tolist())) == 5
+        scores = model.log_likelihood(rows)
+        torch.testing.assert_close(scores, by_hand(model, rows), rtol=0, atol=1e-10)
+    assert scores.shape == (5,) and len(set(scores.tolist())) == 5
 
 
 def test_two_ranks_score_each_of_five_rows_once_and_in_order(model):
@@ -218,7 +221,7 @@ def test_two_ranks_score_each_of_five_rows_once_and_in_order(model):
     assert text == model.sample("bad", 4) and nothing == (None, None)
 
 
-def test_a_model_is_not_loaded_into_one_of_other_settings(model, script):
+def test_a_model_is_not_loaded_into_one_with_other_settings(model, script):
     other = script.GPT(**(model.settings | {"n_head": 4}))  # all shapes are the same
     with pytest.raises(ValueError, match=r"n_head = 2, but this model has 4: use the same flags"):
         other.load_state_dict(model.state_dict())
@@ -248,22 +251,22 @@ def test_a_mistake_is_one_line(flags, text, script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags])
     with pytest.raises(SystemExit) as ended:
         script.parse_args()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and text in said and len(said.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and text in error and len(error.splitlines()) == 1
 
 
-def test_half_a_launch_is_one_line(script, monkeypatch, capsys):
+def test_an_incomplete_launch_is_one_line(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as ended:
         script.parse_args()
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "WORLD_SIZE not set" in said and len(said.splitlines()) == 1
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "WORLD_SIZE not set" in error and len(error.splitlines()) == 1
 
 
-def test_the_warm_up_and_the_end_of_the_rate(script):
+def test_the_learning_rate_warms_up_and_then_decays(script):
     rates = [script.rate(step, 100) for step in range(101)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5:] == sorted(rates[5:], reverse=True) and rates[100] == pytest.approx(0.1)
-    assert script.rate(200, 100) == pytest.approx(0.1)  # with fewer epochs than were done
+    assert script.rate(200, 100) == pytest.approx(0.1)  # with fewer epochs than are done
     assert 0 < script.rate(0, 1) <= 1

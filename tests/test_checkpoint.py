@@ -34,7 +34,7 @@ def equal(one, other):
     return type(one) is type(other) and one == other
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_state_is_read_back(tmp_path):
     path = tmp_path / "new" / "folder" / "a.pt"
     checkpoint.write(path, {"old": 1})
     checkpoint.write(path, STATE)
@@ -42,7 +42,7 @@ def test_what_is_written_is_read(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
 
 
-def test_torch_itself_reads_it(tmp_path):
+def test_torch_load_reads_a_checkpoint(tmp_path):
     checkpoint.write(tmp_path / "a.pt", STATE)
     for mmap in (False, True):
         assert equal(torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap), STATE)
@@ -77,24 +77,24 @@ def test_a_flipped_bit_is_noticed_or_harmless(written, tmp_path_factory, place, 
         assert equal(state, STATE)  # a bit that nothing reads, such as a date
 
 
-def test_a_flipped_bit_in_a_tensor_of_a_bare_save_is_noticed(tmp_path):
+def test_a_flipped_bit_in_a_tensor_of_a_plain_torch_save_is_noticed(tmp_path):
     torch.save(STATE, tmp_path / "a.pt")
     assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
     content = bytearray((tmp_path / "a.pt").read_bytes())
-    place = content.index(torch.arange(100.0).numpy().tobytes())
-    content[place + 40] ^= 1
+    start = content.index(torch.arange(100.0).numpy().tobytes())
+    content[start + 40] ^= 1
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(DamagedCheckpoint, match="wrong checksum"):
         checkpoint.read(tmp_path / "a.pt")
 
 
-def test_a_damaged_bare_save_is_never_a_failing_disk(tmp_path):
-    """Its headers lead anywhere, also to a seek before the start of the file."""
+def test_a_damaged_plain_torch_save_is_never_taken_for_a_failing_disk(tmp_path):
+    """Damaged headers can point anywhere, even before the start of the file, where a seek fails."""
     torch.save(STATE, tmp_path / "a.pt")
     content = (tmp_path / "a.pt").read_bytes()
-    for place in range(1, 120):
+    for offset in range(1, 120):
         damaged = bytearray(content)
-        damaged[-place] ^= 0x80
+        damaged[-offset] ^= 0x80
         (tmp_path / "a.pt").write_bytes(damaged)
         try:
             state = checkpoint.read(tmp_path / "a.pt")
@@ -124,7 +124,7 @@ def test_no_code_of_a_file_is_run(tmp_path, monkeypatch, legacy):
     assert not (tmp_path / "attacked").exists()
 
 
-def test_another_file_is_named_for_what_it_is(tmp_path):
+def test_the_error_says_why_a_file_is_not_a_checkpoint(tmp_path):
     with pytest.raises(FileNotFoundError):
         checkpoint.read(tmp_path / "a.pt")
     (tmp_path / "a.pt").write_text("notes")
@@ -139,7 +139,7 @@ class Own:
     pass
 
 
-def test_what_could_not_be_read_is_not_written(tmp_path):
+def test_a_state_that_could_not_be_read_back_is_not_written(tmp_path):
     checkpoint.write(tmp_path / "a.pt", STATE)
     with pytest.raises(TypeError, match=r"cannot contain this state: .*Own") as caught:
         checkpoint.write(tmp_path / "a.pt", {"model": Own()})
@@ -155,7 +155,7 @@ def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
         pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
     try:
         checkpoint.write(tmp_path / "a.pt", STATE)
-        for megabytes in (1, 2, 20):  # the first fits, the others end in the middle and at once
+        for megabytes in (1, 2, 20):  # 1 MB fits, the others do not
             state = STATE | {"more": torch.zeros(megabytes, 2**18)}
             if megabytes == 1:
                 checkpoint.write(tmp_path / "b.pt", state)
@@ -168,7 +168,7 @@ def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
         subprocess.run(["umount", str(tmp_path)], timeout=30, check=True)
 
 
-def test_a_file_that_may_not_grow_is_one_error(tmp_path):
+def test_a_file_above_the_size_limit_is_one_error(tmp_path):
     limit, old = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -208,15 +208,15 @@ print(len(seen), len(left), [name for name in os.listdir() if ".pt" in name])
 """
 
 
-def test_killed_at_any_moment_the_file_is_whole(tmp_path):
+def test_after_a_kill_at_any_moment_the_file_is_intact(tmp_path):
     result = run(sys.executable, "-c", KILLS, cwd=tmp_path)
     assert result.code == 0, result.stderr
     seen, left, names = result.stdout.split(maxsplit=2)
-    assert int(seen) > 3 and int(left) > 3  # the kills did fall into saves, and between them
+    assert int(seen) > 3 and int(left) > 3  # some kills hit a save, and some did not
     assert names.strip() == "['a.pt']"
 
 
-def test_the_newest_whole_one_is_taken(tmp_path):
+def test_find_takes_the_newest_intact_checkpoint(tmp_path):
     assert checkpoint.find(tmp_path) is None
     assert checkpoint.find(tmp_path / "absent") is None
     for step in (9, 10, 11):
@@ -241,7 +241,7 @@ def test_the_newest_whole_one_is_taken(tmp_path):
 
 
 class Failing(io.FileIO):
-    """A file of which `bad`, the places of some bytes, cannot be read."""
+    """A file in which the bytes at the offsets `bad` cannot be read."""
 
     bad = range(0)
 
@@ -257,14 +257,14 @@ class Failing(io.FileIO):
         self._check(range(start, start + len(content)))
         return content
 
-    def _check(self, places):
-        if max(places.start, self.bad.start) < min(places.stop, self.bad.stop):
+    def _check(self, byte_range):
+        if max(byte_range.start, self.bad.start) < min(byte_range.stop, self.bad.stop):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.mark.parametrize("part", ["first", "last"])
-def test_a_disk_that_cannot_be_read_says_nothing_about_the_file(tmp_path, monkeypatch, part):
-    """Else a job would go on from an older one."""
+def test_a_disk_error_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch, part):
+    """Otherwise, a job would resume from an older checkpoint."""
     for step in (1, 2):
         checkpoint.write(tmp_path / f"step_{step}.pt", STATE)
     newest = tmp_path / "step_2.pt"
@@ -278,7 +278,7 @@ def test_a_disk_that_cannot_be_read_says_nothing_about_the_file(tmp_path, monkey
 
 
 def test_each_rank_reads_the_file_or_gets_its_bytes(tmp_path, monkeypatch):
-    """Rank 1 sees no file, rank 2 another one of this name, as on disks of their own."""
+    """Rank 1 sees no file and rank 2 another file of this name, as if each had its own disk."""
     checkpoint.write(tmp_path / "step_1.pt", STATE)
 
     def work(hidden):
@@ -307,7 +307,7 @@ def test_each_rank_reads_the_file_or_gets_its_bytes(tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("hidden", [False, True])
 def test_loading_needs_little_more_memory_than_the_file(tmp_path, hidden):
-    """On rank 0 at four ranks: the tensors, and what travels at a time."""
+    """Rank 0 of four needs memory for the tensors and for the one part that it is sending."""
     size = 200 * 2**20
     checkpoint.write(tmp_path / "step_1.pt", {"w": torch.ones(size // 4)})
 
@@ -325,7 +325,7 @@ def test_loading_needs_little_more_memory_than_the_file(tmp_path, hidden):
 
         checkpoint._read = own_read
         before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         _, state = checkpoint.find_on_all_ranks(tmp_path)
         assert state["w"].numel() == size // 4
         return memory("VmHWM") - before
@@ -334,7 +334,7 @@ def test_loading_needs_little_more_memory_than_the_file(tmp_path, hidden):
 
 
 class Inner(nn.Module):
-    """A model whose only child has the name that DDP gives to what it wraps."""
+    """A model whose only child is called `module`, as DDP calls the model that it wraps."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +342,7 @@ class Inner(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [lambda: nn.Linear(2, 3), Inner])
-def test_wrapped_compiled_and_bare_models_load_each_others_weights(kind):
+def test_wrapped_compiled_and_plain_models_load_each_others_weights(kind):
     def work():
         initialize_ddp(use_distributed=True)
         ddp = torch.nn.parallel.DistributedDataParallel
@@ -355,7 +355,7 @@ def test_wrapped_compiled_and_bare_models_load_each_others_weights(kind):
             plain = checkpoint.weights(source)
             assert plain.keys() == expected.keys()
             for load in wrappers:
-                for state in (plain, source.state_dict()):  # ours, and what torch.save alone has
+                for state in (plain, source.state_dict()):  # ours, and what a plain torch.save has
                     target = load(kind())
                     checkpoint.load_weights(target, state)
                     loaded = checkpoint.weights(target)
@@ -391,7 +391,7 @@ FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_weight_that_is_not_finite_is_found_wherever_it_is(dtype):
     model = nn.Module()
-    for position in range(70):  # in the vectorized part of a loop, and in its rest
+    for position in range(70):  # in the loop's vectorized part, and in its remainder
         values = torch.zeros(70)
         values[position] = math.nan
         model.weight = nn.Parameter(values.to(getattr(torch, dtype)), requires_grad=False)
@@ -404,7 +404,7 @@ def test_an_infinite_weight_is_found_and_an_infinite_buffer_is_not(value):
     model = nn.Linear(1, 3)
     model.register_buffer("mask", torch.tensor([0, value]))
     model.register_buffer("none", torch.empty(0))
-    model.register_buffer("ids", torch.tensor([1], dtype=torch.uint16))  # it has no aminmax
+    model.register_buffer("ids", torch.tensor([1], dtype=torch.uint16))  # uint16 has no aminmax
     checkpoint.check_finite(model)
     model.mask[0] = math.nan
     with pytest.raises(FloatingPointError, match="mask is not finite"):

@@ -1,4 +1,4 @@
-"""The YAML of a run: what it may name, what its keys may hold, and what it says of a mistake."""
+"""The YAML file of a run: which names and values it may have, and what its errors say."""
 
 import sys
 from inspect import signature
@@ -12,7 +12,7 @@ from torch import nn
 import ddp_ref
 from ddp_ref import get_loader, load_config
 
-LEAST = """
+MINIMAL = """
 data: {type: !pyobject training_job.Points, args: [9]}
 model: {type: !pyobject torch.nn.Linear, args: [4, 2]}
 criterion: !pyobject torch.nn.CrossEntropyLoss
@@ -42,7 +42,7 @@ def read(text, folder, **options):
         (f"{ddp_ref.__name__}.EarlyStopping", ddp_ref.EarlyStopping),
     ],
 )
-def test_names_of_what_a_run_is_made_of(name, expected):
+def test_allowed_names_are_resolved(name, expected):
     assert yaml.load(f"!pyobject {name}", get_loader()) is expected
 
 
@@ -97,7 +97,7 @@ def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch, tmp_path)
     import os
 
     def function():
-        """Its globals hold all that this test has imported."""
+        """A function whose globals hold everything that this module imported."""
 
     function.__module__ = "__main__"
     attributes = {"os": os, "system": os.system, "function": function, "_function": function}
@@ -111,7 +111,7 @@ def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch, tmp_path)
 
 
 def test_names_in_a_package(tmp_path, monkeypatch):
-    """Submodules, a class with the name of its module, and a prefix that is private."""
+    """Submodules, a function with the name of its module, and a private prefix."""
     package = tmp_path / "zoo" / "_vendor"
     package.mkdir(parents=True)
     (tmp_path / "zoo" / "__init__.py").write_text("")
@@ -128,13 +128,13 @@ def test_names_in_a_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["os.system", "torch.os.system", "builtins.eval", "torch.nn"])
-def test_no_error_advises_to_allow_the_standard_library(name):
+def test_no_error_advises_allowing_the_standard_library(name):
     with pytest.raises(ValueError, match=r"allowed|not a public part") as caught:
         yaml.load(f"!pyobject {name}", get_loader())
     assert "pass allow" not in str(caught.value)
 
 
-def test_a_module_outside_the_allow_list_names_the_way_out():
+def test_the_error_for_a_module_outside_the_allow_list_says_how_to_allow_it():
     with pytest.raises(ValueError, match=r"pass allow=\['torch', '__main__', 'torchvision'\]"):
         yaml.load("!pyobject torchvision.models.resnet18", get_loader())
 
@@ -153,7 +153,7 @@ def test_other_tags_are_refused(text):
         yaml.load(text, get_loader())
 
 
-def test_main_is_the_script_that_reads(tmp_path):
+def test_main_is_the_script_that_reads_the_file(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def other(): pass\nimport torch.hub\nload = torch.hub.load\n"
     )
@@ -196,22 +196,25 @@ def test_numbers_and_keys_are_read_as_they_are_meant():
     with pytest.raises(ValueError, match="line 3: the key lr occurs twice"):
         yaml.load("a:\n  lr: 1\n  lr: 2\n", loader)
     assert yaml.load("{1: a, '1': b}", loader) == {1: "a", "1": "b"}
-    assert yaml.safe_load("1e-3") == "1e-3"  # PyYAML's own loader is as it was
+    assert yaml.safe_load("1e-3") == "1e-3"  # PyYAML's own loader is unchanged
     assert yaml.safe_load("{a: 1, a: 2}") == {"a": 2}
 
 
-def test_what_is_left_out_is_filled_in(tmp_path):
-    config = read(LEAST, tmp_path)
+def test_missing_keys_get_their_defaults(tmp_path):
+    config = read(MINIMAL, tmp_path)
     assert config["training"]["optimizer_kwargs"] == {} and config["training"]["checkpoint_at"] == 1
     assert config["validation"]["batch_size"] is None and config["early_stopping"] is None
     assert config["parallel"]["world_size"] is None and config["model"]["args"] == [4, 2]
-    other = read(LEAST, tmp_path)
+    other = read(MINIMAL, tmp_path)
     other["training"]["optimizer_kwargs"]["lr"] = 1
-    assert read(LEAST, tmp_path) == config  # no default is shared
+    assert read(MINIMAL, tmp_path) == config  # configurations share no defaults
 
 
 def test_defaults_are_those_of_handler(tmp_path):
-    training, parameters = read(LEAST, tmp_path)["training"], signature(ddp_ref.Handler).parameters
+    training, parameters = (
+        read(MINIMAL, tmp_path)["training"],
+        signature(ddp_ref.Handler).parameters,
+    )
     names = {"seed", "accumulate", "clip_norm", "precision", "on_nonfinite", "sync_every"}
     names |= {"forward", "count", "scheduler"}
     assert {n: training[n] for n in names} == {n: parameters[n].default for n in names}
@@ -220,11 +223,11 @@ def test_defaults_are_those_of_handler(tmp_path):
 def test_overrides(tmp_path):
     overrides = ["training.num_epochs=7", "early_stopping.type=DefaultEarlyStopping"]
     overrides += ["training.path=", "training.optimizer_kwargs.lr=1e-2"]
-    config = read(LEAST, tmp_path, overrides=overrides)
+    config = read(MINIMAL, tmp_path, overrides=overrides)
     assert config["training"]["num_epochs"] == 7 and config["training"]["path"] is None
     assert config["training"]["optimizer_kwargs"] == {"lr": 0.01}
     assert config["early_stopping"]["type"] == "DefaultEarlyStopping"
-    null = LEAST + "early_stopping: null"
+    null = MINIMAL + "early_stopping: null"
     assert read(null, tmp_path, overrides=["early_stopping.type=DefaultEarlyStopping"])
     for override, text in [
         (
@@ -236,7 +239,7 @@ def test_overrides(tmp_path):
         ("training=1", "training must be a mapping"),
     ]:
         with pytest.raises(ValueError, match=text):
-            read(LEAST, tmp_path, overrides=[override])
+            read(MINIMAL, tmp_path, overrides=[override])
 
 
 @pytest.mark.parametrize(
@@ -299,26 +302,26 @@ def test_overrides(tmp_path):
         (("num_epochs: 2", "num_epochs: !!timestamp x"), "config.yaml: "),
         (("num_epochs: 2", "num_epochs: !!float ''"), "config.yaml: "),
         (("num_epochs: 2", f"num_epochs: {'[' * 3000}"), "config.yaml: maximum recursion"),
-        ((LEAST, ""), "the configuration must be a mapping of data, model.*, not None"),
-        ((LEAST, "a: ["), "config.yaml: while parsing"),
+        ((MINIMAL, ""), "the configuration must be a mapping of data, model.*, not None"),
+        ((MINIMAL, "a: ["), "config.yaml: while parsing"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(tmp_path, change, text):
     with pytest.raises(ValueError, match=text) as caught:
-        read(LEAST.replace(*change), tmp_path)
+        read(MINIMAL.replace(*change), tmp_path)
     assert "config.yaml: " in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_aliases_do_not_blow_up(tmp_path):
-    """Ten nested levels of ten aliases are ten thousand million values, if anybody looks."""
+    """Ten nested levels of ten aliases each would expand to more than ten billion values."""
     levels = ["x0: &x0 [a, b]"]
     levels += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 11)]
     bomb = "{" + ", ".join(levels) + "}"
     with pytest.raises(ValueError, match="metrics must be a mapping of names to functions"):
-        read(LEAST.replace("training:", f"metrics: {bomb}\ntraining:"), tmp_path)
+        read(MINIMAL.replace("training:", f"metrics: {bomb}\ntraining:"), tmp_path)
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path):
+def test_the_error_names_a_file_that_is_missing_or_not_text(tmp_path):
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ValueError, match=r"config\.yaml: .*unacceptable character"):
         load_config(tmp_path / "config.yaml")

@@ -1,4 +1,4 @@
-"""The package copied into another project, under another name, works; and it imports little."""
+"""A copy of the package works in another project, under another name. It imports little."""
 
 import ast
 import shutil
@@ -16,12 +16,12 @@ CORE = [  # a module imports only from those before it
     *["slurm", "environment", "rendezvous", "initialize", "collectives"],
     *["_outcomes", "decorators", "randomness"],
 ]
-FOLDERS = {  # and the modules of the package that each folder may import from
+FOLDERS = {  # the folders, and the modules and folders that each may import from
     "training": CORE,
     "workers": CORE,
     "config": [*CORE, "handler", "training"],
 }
-TOP = {  # the modules beside the core
+TOP = {  # the modules that are neither in the core nor in a folder, likewise
     "handler": [*CORE, "training"],
     "doctor": [*CORE, "workers"],
     "__init__": [*CORE, *FOLDERS, "handler"],
@@ -111,7 +111,7 @@ END = "cleanup_ddp()\nassert not any(name.startswith('ddp_ref') for name in sys.
     ],
 )
 def test_the_core_works_with_any_of_the_folders(tmp_path, kept, script):
-    """What a project does not need is deleted; the rest runs on two ranks."""
+    """Delete what a project does not need. The rest still runs on two ranks."""
     copy = tmp_path / "mylib" / "ddp"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pyc*"))
     for name in {*FOLDERS, "handler.py", "doctor.py", "__main__.py"} - set(kept):
@@ -133,7 +133,10 @@ def test_the_core_works_with_any_of_the_folders(tmp_path, kept, script):
 
 
 def test_import_is_light(tmp_path):
-    """torch and cloudpickle only; what a figure, a bar or a configuration needs comes later."""
+    """The package imports only torch and cloudpickle at first.
+
+    What a figure, a progress bar or a configuration needs is imported when it is used.
+    """
     code = """if True:
         import sys, torch
         before = set(sys.modules)
@@ -146,7 +149,7 @@ def test_import_is_light(tmp_path):
 
 
 def test_import_works_from_a_zip_file(tmp_path):
-    """A zip file has no folder in which to look for the list of names."""
+    """Reading the list of names must not need a folder, because a zip file has none."""
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
         for path in PACKAGE.rglob("*.py*"):
             archive.write(path, path.relative_to(PACKAGE.parent))
@@ -156,7 +159,7 @@ def test_import_works_from_a_zip_file(tmp_path):
 
 
 def modules():
-    """Return each module's path in the package, and where it may import from."""
+    """Yield each module's path in the package, and where it may import from."""
     for index, name in enumerate(CORE):
         yield f"{name}.py", CORE[:index]
     for name, above in TOP.items():
@@ -169,7 +172,7 @@ def modules():
 
 @pytest.mark.parametrize(("module", "above"), [*modules()])
 def test_imports_point_upwards(module, above):
-    """Imports are relative, and a folder knows nothing of the folders beside it."""
+    """Imports are relative, and lead only to what a module may import from."""
     folder = module.split("/")[0] if "/" in module else ""
     for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -180,12 +183,12 @@ def test_imports_point_upwards(module, above):
             assert not any("ddp_ref" in str(name) for name in names)
 
 
-def test_every_module_has_its_place():
+def test_every_module_is_in_one_of_the_lists():
     assert sorted([*CORE, *TOP]) == sorted(path.stem for path in PACKAGE.glob("*.py"))
     assert set(FOLDERS) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
-@pytest.mark.full  # pip loads the tools, and hatchling to build the package
+@pytest.mark.full  # pip downloads the tools, and hatchling to build the package
 def test_what_pip_installs_is_the_package_alone(tmp_path):
     project = tmp_path / "project"
     shutil.copytree(ROOT / "src", project / "src", ignore=shutil.ignore_patterns("__pycache__"))
@@ -227,7 +230,7 @@ def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
     assert ended.stdout.strip() == str(ROOT / "datautils.py"), ended.stderr
 
 
-BUDGETS = {  # lines of code, at most a tenth above the design's; docstrings and comments are free
+BUDGETS = {  # lines of code without docstrings and comments: at most a tenth more than designed
     "core": ([f"{name}.py" for name in CORE], 1045),
     "workers": (["workers/*.py"], 385),
     "doctor": (["doctor.py"], 198),

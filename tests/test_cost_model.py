@@ -48,7 +48,7 @@ def test_one_rank_sends_nothing():
 
 
 def test_the_worked_example():
-    """100 million fp32 parameters, 8 ranks, 25 gigabits a second."""
+    """100 million fp32 parameters, 8 ranks, 25 gigabits per second."""
     payload = gradient_bytes(100e6)
     assert payload == 400e6
     assert bytes_per_second(25) == 3.125e9
@@ -72,19 +72,19 @@ def test_backward_takes_four_operations_for_each_parameter_and_sample():
 
 
 def simulate(all_reduce, backward, buckets):
-    """Send buckets one after another, each as soon as it is ready; return what comes too late."""
+    """Send the buckets one by one, each once it is ready; return the time left after backward."""
     return spans(all_reduce, backward, buckets)[-1][2] - backward
 
 
 def spans(all_reduce, backward, buckets):
     """Return for each bucket when it is ready, and when its all-reduce starts and ends."""
-    free, found = 0.0, []  # when the network is
+    free_at, times = 0.0, []  # free_at: when the network is free again
     for number in range(1, buckets + 1):
         ready = backward * number / buckets
-        start = max(free, ready)
-        free = start + all_reduce / buckets
-        found.append((ready, start, free))
-    return found
+        start = max(free_at, ready)
+        free_at = start + all_reduce / buckets
+        times.append((ready, start, free_at))
+    return times
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 6, 25])
@@ -100,20 +100,20 @@ def test_one_bucket_hides_nothing():
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_a_fit_finds_the_link_that_made_the_times(world_size):
+def test_a_fit_recovers_the_link_that_produced_the_times(world_size):
     link = Link(latency=2e-4, bandwidth=3e9)
     sizes = [2.0**k for k in range(10, 28, 3)]
     measured = {s: all_reduce_seconds(s, world_size, link.bandwidth, link.latency) for s in sizes}
-    found = fit_link(measured, world_size)
-    assert found.latency == pytest.approx(link.latency)
-    assert found.bandwidth == pytest.approx(link.bandwidth)
+    fitted = fit_link(measured, world_size)
+    assert fitted.latency == pytest.approx(link.latency)
+    assert fitted.bandwidth == pytest.approx(link.bandwidth)
 
 
 def test_a_fitted_latency_is_never_negative():
     """Large all-reduces that miss the caches bend the line upwards."""
-    found = fit_link({1e6: 1e-4, 1e8: 1.0}, world_size=2)
-    assert found.latency == 0
-    assert found.bandwidth > 0
+    fitted = fit_link({1e6: 1e-4, 1e8: 1.0}, world_size=2)
+    assert fitted.latency == 0
+    assert fitted.bandwidth > 0
 
 
 @pytest.mark.parametrize("buckets", [1, 2, 6, 25])
@@ -125,7 +125,7 @@ def test_bucket_span_is_what_a_simulation_gives(all_reduce, buckets):
 
 def test_a_ring_is_as_fast_as_its_slowest_link():
     assert ring_bandwidth(8, 1, within=450, between=3) == 450  # one node: no network
-    assert ring_bandwidth(1, 8, within=2, between=3) == 3  # one GPU a node: nothing within
+    assert ring_bandwidth(1, 8, within=2, between=3) == 3  # one GPU per node: no link within a node
     assert ring_bandwidth(8, 4, within=450, between=3) == 3
     assert ring_bandwidth(8, 4, within=2, between=3) == 2
 
@@ -139,7 +139,7 @@ def test_each_bucket_pays_the_latency():
 
 
 def test_a_step_of_the_worked_example():
-    """16 buckets on 8 ranks at 25 gigabits a second: backward hides 15 of its 16 milliseconds."""
+    """16 buckets on 8 ranks at 25 gigabits per second: backward hides 15 of its 16 milliseconds."""
     step = predict_step(0.008, 0.016, 400e6, 25e6, 8, bytes_per_second(25))
     assert step.buckets == 16
     assert step.all_reduce == pytest.approx(0.224)

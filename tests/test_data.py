@@ -1,4 +1,7 @@
-"""Each rank sees its samples, from any point on; loaders draw the same numbers anywhere."""
+"""Each rank gets its own samples, starting anywhere in an epoch.
+
+Loaders draw the same random numbers in any process and at any world size.
+"""
 
 import os
 import random
@@ -42,7 +45,7 @@ WORLDS = st.integers(1, 6)
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Items (index, three random numbers), from three generators, as an augmentation draws them."""
+    """Items of an index and three random numbers, from the three generators of augmentations."""
 
     def __init__(self, size):
         self.size = size
@@ -59,7 +62,7 @@ def samplers(size, world_size, **options):
 
 
 @given(SIZES, WORLDS, st.booleans(), st.integers(0, 5), st.integers(0, 3))
-def test_order_and_padding_are_distributed_samplers(size, world_size, shuffle, seed, epoch):
+def test_order_and_padding_are_those_of_distributed_sampler(size, world_size, shuffle, seed, epoch):
     ours = samplers(size, world_size, shuffle=shuffle, seed=seed)
     for rank, sampler in enumerate(ours):
         theirs = DistributedSampler(
@@ -73,7 +76,7 @@ def test_order_and_padding_are_distributed_samplers(size, world_size, shuffle, s
 
 
 @given(SIZES, WORLDS, WORLDS, st.integers(1, 5), st.data())
-def test_resumed_at_any_world_size_the_unseen_samples_come_once(size, before, after, batch, data):
+def test_a_resume_at_any_world_size_gives_each_unseen_sample_once(size, before, after, batch, data):
     steps = data.draw(st.integers(0, -(-size // (batch * before))))
     seen = [index for s in samplers(size, before) for _, index in list(s)[: steps * batch]]
     samples_seen = steps * batch * before
@@ -82,9 +85,9 @@ def test_resumed_at_any_world_size_the_unseen_samples_come_once(size, before, af
     for sampler in resumed:
         sampler.set_epoch(0, samples_seen)
     rest = [[index for _, index in sampler] for sampler in resumed]
-    assert {len(part) for part in rest} == {len(resumed[0])}  # all ranks take as many steps
-    came = [index for part in rest for index in part]
-    assert unseen <= set(came) and len(came) - len(unseen) < after
+    assert {len(part) for part in rest} == {len(resumed[0])}  # all ranks take equally many steps
+    indices = [index for part in rest for index in part]
+    assert unseen <= set(indices) and len(indices) - len(unseen) < after
     if before == after:
         whole = [[index for _, index in sampler] for sampler in samplers(size, before)]
         assert rest == [part[steps * batch :] for part in whole]
@@ -98,7 +101,7 @@ def test_shards_hold_each_item_once(size, world_size):
 
 
 def epochs(world_size, start=(0, 0), **options):
-    """Return the samples of epochs 0 and 1, by rank, from `start` (epoch, samples_seen) on."""
+    """Return the samples of epochs 0 and 1, by rank, starting at (epoch, samples_seen)."""
     samples = []
     for rank in range(world_size):
         loader = train_loader(Noisy(10), 2, rank=rank, world_size=world_size, seed=3, **options)
@@ -109,12 +112,12 @@ def epochs(world_size, start=(0, 0), **options):
 
 
 def test_random_numbers_depend_on_seed_epoch_and_index_alone():
-    alone = epochs(1)
-    assert len({sample[1] for _, _, sample in alone}) == 20  # another number each epoch and index
-    assert epochs(1, num_workers=2) == alone
-    assert epochs(1, num_workers=1, persistent_workers=True) == alone
-    assert epochs(1, start=(0, 4)) == alone[4:]
-    by_index = {(epoch, sample[0]): sample for epoch, _, sample in alone}
+    one_rank = epochs(1)
+    assert len({sample[1] for _, _, sample in one_rank}) == 20  # a new one per epoch and index
+    assert epochs(1, num_workers=2) == one_rank
+    assert epochs(1, num_workers=1, persistent_workers=True) == one_rank
+    assert epochs(1, start=(0, 4)) == one_rank[4:]
+    by_index = {(epoch, sample[0]): sample for epoch, _, sample in one_rank}
     for epoch, _, sample in epochs(3):
         assert sample == by_index[epoch, sample[0]]
 
@@ -124,8 +127,8 @@ def images(kind=TensorDataset):
     return kind(pixels.to(memory_format=torch.channels_last), torch.arange(10))
 
 
-def has_index(data):
-    """Say whether this torch can look up several rows of `data`; 2.8 cannot in uint16."""
+def can_index(data):
+    """Say whether this version of torch can look up several rows; 2.8 cannot for uint16."""
     try:
         for tensor in getattr(data, "tensors", []):
             tensor[[0]]
@@ -146,9 +149,9 @@ def has_index(data):
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True}])
-def test_rows_come_at_once_as_they_come_one_by_one(data, options):
+def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(data, options):
     ours = train_loader(data, 2, rank=0, world_size=1, shuffle=False, **options)
-    assert (rows(data, [0, 1]) is not None) == has_index(data) and len(ours.dataset) == len(data)
+    assert (rows(data, [0, 1]) is not None) == can_index(data) and len(ours.dataset) == len(data)
     theirs = list(DataLoader(data, 2, drop_last="drop_last" in options))
     batches = list(ours)
     assert len(batches) == len(theirs)
@@ -157,11 +160,11 @@ def test_rows_come_at_once_as_they_come_one_by_one(data, options):
         for part, other in zip(batch, expected, strict=True):
             assert part.dtype == other.dtype and part.stride() == other.stride()
             assert torch.equal(part.double(), other.double())
-            part.copy_(torch.zeros_like(part))  # the data set stays as it is
+            part.copy_(torch.zeros_like(part))  # must not change the data set
     assert data[2][0].double().any()
 
 
-def test_rows_are_those_that_the_data_set_has_now():
+def test_rows_reflect_later_changes_to_the_data_set():
     data = images()
     half = Subset(data, range(5))
     loader = train_loader(half, 5, rank=0, world_size=1, shuffle=False)
@@ -170,11 +173,11 @@ def test_rows_are_those_that_the_data_set_has_now():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_tensors_of_another_kind_come_one_by_one():
+def test_tensors_of_other_kinds_are_looked_up_one_by_one():
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
-    named = torch.nn.Parameter(torch.ones(2))
-    bits = torch.empty(2, dtype=torch.bits8)  # no torch can look up several rows in this dtype
-    for tensor in (nested, named, bits, torch.eye(2).to_sparse()):
+    parameter = torch.nn.Parameter(torch.ones(2))
+    bits = torch.empty(2, dtype=torch.bits8)  # no version of torch can look up several rows
+    for tensor in (nested, parameter, bits, torch.eye(2).to_sparse()):
         loader = train_loader(TensorDataset(tensor), 1, rank=0, world_size=1, collate_fn=list)
         assert rows(loader.dataset.dataset, [0, 1]) is None
         assert len(list(loader)) == 2
@@ -191,7 +194,7 @@ def test_a_collate_fn_is_given_the_items_of_a_tensor_dataset():
     assert [item for batch in loader for item in batch] == expected
 
 
-def test_what_a_collate_fn_draws_depends_on_seed_epoch_and_samples_alone():
+def test_random_numbers_in_a_collate_fn_depend_on_seed_epoch_and_samples_alone():
     def mixed(items):
         return torch.rand(())
 
@@ -206,7 +209,7 @@ def test_what_a_collate_fn_draws_depends_on_seed_epoch_and_samples_alone():
     assert drawn(rank=1, epoch=1) == drawn(rank=1, epoch=1, num_workers=2)
 
 
-def test_a_tensor_dataset_that_draws_is_seeded():
+def test_a_tensor_dataset_subclass_that_draws_random_numbers_is_seeded():
     class Augmented(TensorDataset):
         def __getitem__(self, index):
             return [part + torch.rand(()) for part in super().__getitem__(index)]
@@ -231,7 +234,7 @@ def test_loading_leaves_the_global_generators_alone():
         assert draw() == expected
 
 
-def test_evaluation_in_order_and_without_a_sample_on_some_ranks():
+def test_evaluation_is_in_order_and_some_ranks_may_have_no_sample():
     parts = [
         [int(x) for batch in eval_loader(range(4), 2, rank=r, world_size=5) for x in batch]
         for r in range(5)
@@ -249,11 +252,11 @@ class Unsized(torch.utils.data.Dataset):
         return index
 
 
-def test_a_sampler_of_the_callers_is_used_where_it_says_whose_samples_it_gives():
-    mine = DistributedSampler(range(6), num_replicas=2, rank=1, shuffle=False)
-    batches = BatchSampler(mine, 2, drop_last=False)
-    loader = train_loader(range(6), 2, rank=1, world_size=2, sampler=mine)
-    assert loader.sampler is mine and [x.tolist() for x in loader] == [[1, 3], [5]]
+def test_a_callers_own_sampler_is_used_if_it_is_rank_aware():
+    sharded = DistributedSampler(range(6), num_replicas=2, rank=1, shuffle=False)
+    batches = BatchSampler(sharded, 2, drop_last=False)
+    loader = train_loader(range(6), 2, rank=1, world_size=2, sampler=sharded)
+    assert loader.sampler is sharded and [x.tolist() for x in loader] == [[1, 3], [5]]
     for data in (range(6), DataLoader(range(6), 4)):
         loader = train_loader(data, rank=1, world_size=2, batch_sampler=batches)
         assert loader.batch_sampler is batches and [x.tolist() for x in loader] == [[1, 3], [5]]
@@ -261,15 +264,15 @@ def test_a_sampler_of_the_callers_is_used_where_it_says_whose_samples_it_gives()
             train_loader(data, 3, rank=1, world_size=2, batch_sampler=batches)
     for name in ("sampler", "batch_sampler"):
         with pytest.raises(ValueError, match=f"the {name} must be for rank 0 of 2, .*\\(1, 2\\)"):
-            own = {"sampler": mine, "batch_sampler": batches}[name]
+            own = {"sampler": sharded, "batch_sampler": batches}[name]
             train_loader(range(6), 2, rank=0, world_size=2, **{name: own})
-    anyones = RandomSampler(range(6))
+    unsharded = RandomSampler(range(6))
     with pytest.raises(ValueError, match=r"RandomSampler is \(None, None\): use a Dist"):
-        train_loader(range(6), 2, rank=0, world_size=2, sampler=anyones)
-    assert train_loader(range(6), 2, rank=0, world_size=1, sampler=anyones).sampler is anyones
+        train_loader(range(6), 2, rank=0, world_size=2, sampler=unsharded)
+    assert train_loader(range(6), 2, rank=0, world_size=1, sampler=unsharded).sampler is unsharded
 
 
-def test_a_stream_alone_is_read_to_its_end():
+def test_a_stream_on_one_rank_is_read_to_its_end():
     loader = train_loader(Stream(), 3, rank=0, world_size=1)
     assert [x.tolist() for x in loader] == [[0, 1, 2], [3, 4]]
 
@@ -295,7 +298,7 @@ def test_a_stream_alone_is_read_to_its_end():
         ],
     ],
 )
-def test_what_cannot_be_loaded_exactly_is_refused(loader, dataset, batch_size, options, text):
+def test_what_cannot_be_loaded_exactly_is_rejected(loader, dataset, batch_size, options, text):
     with pytest.raises(ValueError, match=text):
         loader(dataset, batch_size, rank=0, world_size=1, **options)
 
@@ -359,15 +362,15 @@ def test_workers_leave_signals_to_their_rank_and_die_with_it(tmp_path):
             os.kill(worker, signal.SIGTERM)
             os.kill(worker, signal.SIGUSR1)
         signalled = step()
-        wait_for(lambda: step() > signalled + 6)  # more than both had ready
+        wait_for(lambda: step() > signalled + 6)  # more than the workers had prefetched
         assert {path.name for path in tmp_path.glob("init-*")} == {"init-0", "init-1"}
         wait_for(lambda: step() == 29)
         processes = [psutil.Process(worker) for worker in workers()]
-        assert len(processes) == 2  # none was replaced
+        assert len(processes) == 2  # no worker was replaced
         running.process.kill()
         killed = time.monotonic()
         assert psutil.wait_procs(processes, timeout=30)[1] == []
-        assert time.monotonic() - killed < 4  # torch's own watchdog looks every 5 seconds
+        assert time.monotonic() - killed < 4  # torch's own watchdog checks every 5 seconds
 
 
 ENDING = """
@@ -377,7 +380,7 @@ from ddp_ref.training.data import train_loader
 class Items(list):
     def __getitem__(self, index):
         if sys.argv[1] == "deaf":
-            sum(range(10**13))  # a call of C's, in which no handler runs
+            sum(range(10**13))  # one call of C code, during which Python runs no signal handler
         return super().__getitem__(index)
 
 def rank(number=0):
@@ -390,7 +393,7 @@ def rank(number=0):
         sys.exit(143)
     for number, batch in enumerate(loader):
         if number == 3 and sys.argv[1] == "failing":
-            raise KeyError("of an item")  # its traceback holds the iterator, and so the workers
+            raise KeyError("of an item")  # its traceback keeps the iterator and its workers alive
 
 if __name__ == "__main__":
     torch.multiprocessing.spawn(rank) if sys.argv[2] == "spawned" else rank()
@@ -399,8 +402,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["failing", "persistent", "deaf"])
 @pytest.mark.parametrize("started", ["alone", "spawned"])
-def test_workers_that_are_left_do_not_keep_their_rank_from_ending(tmp_path, how, started):
-    """They leave SIGTERM to the rank, but not when it ends; and its exit code stays what it is."""
+def test_leftover_workers_do_not_keep_their_rank_from_exiting(tmp_path, how, started):
+    """Workers ignore SIGTERM, but they end when the rank exits, and its exit code is unchanged."""
     (tmp_path / "script.py").write_text(ENDING)
     ended = run(sys.executable, "script.py", how, started, cwd=tmp_path, timeout=60)
     if how == "deaf" and started == "spawned":
@@ -419,7 +422,7 @@ class Draws:
         return torch.rand(())
 
 
-def test_workers_of_a_sampler_of_the_callers_draw_others_on_each_rank_and_epoch():
+def test_workers_draw_different_numbers_on_each_rank_and_epoch_with_a_callers_own_sampler():
     def drawn(rank, epoch, seed=0):
         sampler = DistributedSampler(range(4), 2, rank)
         loader = train_loader(
@@ -428,23 +431,23 @@ def test_workers_of_a_sampler_of_the_callers_draw_others_on_each_rank_and_epoch(
         batches(loader, rank=rank, seed=seed).seek(TrainState(RunningSums([], CPU), epoch=epoch))
         return tuple(torch.cat(list(loader)).tolist())
 
-    places = [(0, 0), (1, 0), (0, 1), (0, 0, 7)]
-    assert len({drawn(*place) for place in places}) == 4
+    cases = [(0, 0), (1, 0), (0, 1), (0, 0, 7)]
+    assert len({drawn(*case) for case in cases}) == 4
     assert drawn(1, 3) == drawn(1, 3)
 
 
-def test_worker_init_fn_finds_another_seed_on_each_rank_and_epoch():
+def test_worker_init_fn_sees_a_different_seed_on_each_rank_and_epoch():
     def worker_seed(rank, epoch, seed=0):
         loader = train_loader(Draws(), 2, rank=rank, world_size=2, seed=seed, num_workers=1)
         batches(loader, rank=rank, seed=seed).seek(TrainState(RunningSums([], CPU), epoch=epoch))
         return loader.generator.initial_seed()
 
-    assert len({worker_seed(*place) for place in [(0, 0), (1, 0), (0, 1), (0, 0, 7)]}) == 4
+    assert len({worker_seed(*case) for case in [(0, 0), (1, 0), (0, 1), (0, 0, 7)]}) == 4
     assert worker_seed(1, 3) == worker_seed(1, 3)
 
 
 def test_workers_may_be_started_by_another_thread():
-    """PR_SET_PDEATHSIG is of the thread, whose end is not the rank's."""
+    """PR_SET_PDEATHSIG would kill them when that thread ends, although the rank still runs."""
     loaders = []
 
     def start():

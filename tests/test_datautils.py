@@ -164,7 +164,7 @@ def test_adopt_slurm_step_keeps_an_address_that_is_set():
 
 
 def test_multinode_under_the_variables_of_a_slurm_step(tmp_path, slurm_client):
-    """Two processes with what srun sets find each other and share the work."""
+    """Two processes with the variables that srun sets find each other and share the work."""
     step = (
         STEP
         | slurm_client
@@ -192,7 +192,7 @@ def test_multinode_under_the_variables_of_a_slurm_step(tmp_path, slurm_client):
 
 
 def test_a_slurm_job_outside_a_step_is_one_process(tmp_path):
-    """SLURM_NTASKS=4 in an sbatch body without srun, or an interactive shell, is no launch."""
+    """SLURM_NTASKS=4 is also set in an sbatch body without srun and in an interactive shell."""
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
     command = [sys.executable, SCRIPTS / "multinode_slurm.py", "--epochs", "1"]
     result = run(*command, cwd=tmp_path, env=job)

@@ -1,4 +1,4 @@
-"""What the older texts do, where we differ; and that the pages about it name real tests."""
+"""What the guides and the tutorial do where we differ, and that our pages name real tests."""
 
 import ast
 import os
@@ -28,7 +28,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens
 
 
 def test_cross_entropy_on_one_logit_learns_nothing():
-    """The tutorial's job: a linear layer of one output, random numbers as "classes"."""
+    """The tutorial's job: a linear layer with one output, and random numbers as "classes"."""
     model = torch.nn.Linear(20, 1)
     loss = F.cross_entropy(model(torch.rand(32, 20)), torch.rand(32, 1))
     loss.backward()
@@ -36,7 +36,7 @@ def test_cross_entropy_on_one_logit_learns_nothing():
     assert model.weight.grad is not None and model.weight.grad.abs().max() == 0
 
 
-def test_data_drawn_without_a_seed_are_others_on_each_rank():
+def test_data_drawn_without_a_seed_differ_on_each_rank():
     one, other = run_ranks(lambda: torch.rand(20))
     assert not torch.equal(one, other)
 
@@ -56,7 +56,7 @@ def test_nccl_needs_a_gpu():
 
 
 def test_the_group_opens_without_a_barrier(monkeypatch):
-    """It has one where torch is told so; initialize_ddp waits through the store."""
+    """Only TORCH_DIST_INIT_BARRIER=1 adds one. initialize_ddp waits through the store instead."""
 
     def join():
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2)
@@ -100,7 +100,7 @@ def test_pinned_memory_without_a_gpu_is_a_warning():
     assert not batch.is_pinned()
 
 
-def test_a_fixed_port_is_for_one_run():
+def test_a_second_run_on_a_fixed_port_fails():
     with socket.create_server(("127.0.0.1", 0)) as other_run:
         meet = f"tcp://127.0.0.1:{other_run.getsockname()[1]}"
         with pytest.raises(dist.DistNetworkError, match="EADDRINUSE"):
@@ -108,7 +108,7 @@ def test_a_fixed_port_is_for_one_run():
     assert not dist.is_initialized()
 
 
-def test_a_batch_is_loaded_for_its_size():
+def test_reading_the_batch_size_loads_a_whole_batch():
     loaded = []
     loader = DataLoader(range(64), 32, collate_fn=lambda items: loaded.extend(items) or items)
     assert len(next(iter(loader))) == 32
@@ -116,7 +116,7 @@ def test_a_batch_is_loaded_for_its_size():
 
 
 def test_a_padded_test_set_gives_another_accuracy():
-    """Of 10 answers the first is wrong; it comes twice on 4 ranks."""
+    """The first of 10 answers is wrong, and the padding for 4 ranks repeats it."""
     right = torch.arange(10) > 0
     samplers = [DistributedSampler(range(10), 4, rank, shuffle=False) for rank in range(4)]
     drawn = [index for sampler in samplers for index in sampler]
@@ -124,8 +124,8 @@ def test_a_padded_test_set_gives_another_accuracy():
     assert right.double().mean() == 0.9 and right[drawn].double().mean() == 10 / 12
 
 
-def test_shuffled_by_each_rank_parts_overlap():
-    """Each rank its own permutation, of which it takes its part; then one for all."""
+def test_parts_overlap_if_each_rank_shuffles_by_itself():
+    """First, each rank takes its part of its own permutation; then all ranks share one."""
     for seeds, overlap in ((range(2), True), ((0, 0), False)):
         parts = [
             set(DistributedSampler(range(100), 2, rank, seed=seed))
@@ -134,7 +134,7 @@ def test_shuffled_by_each_rank_parts_overlap():
         assert bool(parts[0] & parts[1]) == overlap
 
 
-def test_drop_last_is_a_gap():
+def test_drop_last_skips_the_last_samples():
     drawn = torch.cat(list(DataLoader(range(10), 4, drop_last=True)))
     assert drawn.tolist() == list(range(8))
 
@@ -182,7 +182,7 @@ def test_a_save_that_fails_loses_the_old_file(tmp_path):
 
 
 class Evil:
-    """Makes a folder where the pickle is loaded without weights_only."""
+    """Makes a folder when its pickle is loaded without weights_only."""
 
     def __init__(self, path):
         self.path = path
@@ -229,13 +229,13 @@ except (EOFError, OSError):
 """
 
 
-def test_a_tensor_of_a_process_that_has_ended(tmp_path):
+def test_a_tensor_from_a_process_that_has_ended_cannot_be_read(tmp_path):
     (tmp_path / "script.py").write_text(ENDED)
     result = run(sys.executable, "script.py", cwd=tmp_path)
     assert (result.stdout, result.code) == ("lost\n", 0), result.stderr
 
 
-def test_the_guides_call_as_plain_python():
+def test_the_guides_call_fails_in_plain_python():
     def double(device, data):
         return 2 * data.to(device)
 
@@ -243,7 +243,8 @@ def test_the_guides_call_as_plain_python():
         double(torch.ones(1), device="cpu")
 
 
-# The names of the guides; those that are another word here stand in the table.
+# Names from the guides that exist here, and then those that have another name here, which the
+# page lists.
 NAMES = {
     ddp_ref: "initialize_ddp cleanup_ddp on_rank parallelize_on_gpus parallel_on_all_devices"
     " ParallelExecutor TrainerDDP get_loader",
@@ -260,13 +261,13 @@ OTHERS = (
 )
 
 
-def test_the_names_of_the_guides_are_here():
+def test_the_guides_names_exist_here_or_are_on_the_page():
     for owner, names in NAMES.items():
         assert [name for name in names.split() if not hasattr(owner, name)] == [], owner
     assert [name for name in OTHERS.split() if name not in PAGE] == []
 
 
-# Each heading of the TrainerDDP guide on what goes wrong, and what our page answers it under.
+# Each heading about problems in the TrainerDDP guide, and the heading of our page with the answer.
 ANSWERS = {
     "Port Already in Use": "`Address already in use`, `EADDRINUSE`",
     "CUDA Out of Memory": "`CUDA out of memory`",
@@ -295,7 +296,7 @@ def test_every_row_names_tests_that_exist():
         names = re.findall(r"`(test_\w+)\.py::(\w+)`", last)
         assert len(names) == last.count("`") / 2 > 0, f"no test at the end of: {row}"
         for file, name in names:
-            if name.startswith("check_"):  # which the ranks of that test make
+            if name.startswith("check_"):  # the ranks of that test call it
                 file = f"{file.removeprefix('test_')}_checks"
             assert name in functions_in(f"{file}.py"), row
 

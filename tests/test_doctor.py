@@ -37,10 +37,10 @@ def result(check, launch=ALONE):
 
 
 def test_a_line_per_check_and_a_summary(tmp_path):
-    """Before the slow check it says so, so that nobody takes the wait for a hang."""
+    """The doctor announces the slow check, so that nobody takes the wait for a hang."""
     with Running(*COMMAND, cwd=tmp_path) as running:
         running.wait_for("doctor: starting 2 gloo ranks, up to 45 s ...")
-        assert "all-reduce" not in running.text()  # it is said before, not with the result
+        assert "all-reduce" not in running.text()  # announced before the check, not with its result
         ended = running.wait()
     assert ended.code == 0, ended.stdout + ended.stderr
     *lines, summary = ended.stdout.splitlines()
@@ -57,8 +57,8 @@ def test_a_line_per_check_and_a_summary(tmp_path):
     assert not list(tmp_path.glob(".ddp_ref*"))
 
 
-def test_a_problem_is_exit_code_1(tmp_path):
-    """A part of torchrun's variables, and NCCL's way to name interfaces, which gloo cannot read."""
+def test_a_problem_leads_to_exit_code_1(tmp_path):
+    """Some of torchrun's variables are missing, and gloo does not understand NCCL's `^lo`."""
     environment = {"RANK": "0", "GLOO_SOCKET_IFNAME": "^lo"}
     ended = run(*COMMAND, "--json", cwd=tmp_path, env=environment)
     assert ended.code == 1
@@ -72,7 +72,7 @@ def test_a_problem_is_exit_code_1(tmp_path):
         assert report[check]["level"] == "problem"
         assert says in report[check]["text"]
         assert report[check]["advice"]
-    assert report["write"]["level"] == "ok"  # one problem does not hide the next
+    assert report["write"]["level"] == "ok"  # the problems do not hide other results
     assert "starting 2 gloo ranks" in ended.stderr
 
 
@@ -83,10 +83,10 @@ def test_under_torchrun_each_rank_reports(tmp_path):
         assert (
             f"launcher torchrun: rank {rank} of 2, local rank {rank} of 2, 1 node" in result.stdout
         )
-    assert result.stdout.count(" for 25 MiB\n") == 1  # local rank 0 alone measures
+    assert result.stdout.count(" for 25 MiB\n") == 1  # only local rank 0 measures
 
 
-def test_a_check_that_fails_hides_no_other(monkeypatch):
+def test_a_check_that_fails_does_not_hide_the_others(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", f"{'x' * 70}.org")  # a name that no host may have
     monkeypatch.setenv("MASTER_PORT", "0")
     monkeypatch.setattr(doctor, "_timed", lambda *_: "not now")
@@ -95,7 +95,7 @@ def test_a_check_that_fails_hides_no_other(monkeypatch):
     assert levels["master"] == "problem" and levels["port"] == levels["write"] == "ok"
 
 
-def test_a_reader_that_has_seen_enough(tmp_path):
+def test_a_reader_that_closes_the_pipe_causes_no_error(tmp_path):
     command = f"{sys.executable} -m ddp_ref doctor | head -1"
     result = run("bash", "-c", command, cwd=tmp_path)
     assert result.stdout.startswith("ok       platform") and "Error" not in result.stderr
@@ -163,7 +163,7 @@ def test_devices_against_local_ranks(monkeypatch, gpus, level):
 
 
 def fake_root(folder, files):
-    """Write `files`, text by path, that doctor reads instead of the machine's own."""
+    """Write `files` (text by path), which the doctor then reads instead of the machine's own."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -195,7 +195,7 @@ def test_without_a_gpu(monkeypatch, tmp_path):
 
 VERSION_2 = {
     "proc/self/cgroup": "0::/job/step\n",
-    "sys/fs/cgroup/job/cpu.max": "150000 100000\n",  # of the step's parent: for the step as well
+    "sys/fs/cgroup/job/cpu.max": "150000 100000\n",  # the parent's limit: it holds for the step too
     "sys/fs/cgroup/job/memory.max": f"{2**33}\n",
     "sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
     "sys/fs/cgroup/job/step/memory.max": f"{2**32}\n",
@@ -208,7 +208,8 @@ VERSION_1 = {
     "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "200000\n",
     "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000\n",
 }
-# In a container of version 1, the path is the host's, and the folders begin at the container's.
+# In a container with version 1, /proc/self/cgroup has the path on the host, but the folders begin
+# at the container's own group.
 CONTAINER = {
     "proc/self/cgroup": "4:memory:/docker/0123\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * 2**29}\n",
@@ -240,7 +241,7 @@ def test_size_of_the_shared_memory(monkeypatch, tmp_path, mib, level):
     assert ("--shm-size" in shown.advice) == (level == "warning")
 
 
-def test_all_gpus_take_part_and_a_failure_names_the_advice(monkeypatch):
+def test_the_nccl_check_uses_all_gpus_and_its_failure_gives_advice(monkeypatch):
     calls = []
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
@@ -255,7 +256,7 @@ def test_all_gpus_take_part_and_a_failure_names_the_advice(monkeypatch):
 
 
 def test_gloo_ranks_touch_no_gpu():
-    """On a machine with a GPU, as far as the ranks can tell, which must not be used."""
+    """The ranks believe that this machine has a GPU, and they must not use it."""
 
     def work():
         def touch(*_):
@@ -269,7 +270,7 @@ def test_gloo_ranks_touch_no_gpu():
     assert run_ranks(work, timeout=timedelta(minutes=2)) == [(2, "", False)] * 2
 
 
-def test_a_folder_that_takes_no_file(monkeypatch):
+def test_a_folder_that_cannot_be_written_to_is_a_problem(monkeypatch):
     monkeypatch.chdir(Path("/proc"))
     shown = result(doctor._write)
     assert shown.level == "problem" and shown.advice

@@ -1,4 +1,4 @@
-"""Launch detection and Slurm host lists: fixed examples, and the real scontrol as the judge."""
+"""Launch detection and Slurm host lists: fixed examples, and a comparison with scontrol."""
 
 import os
 import shutil
@@ -89,7 +89,7 @@ def test_one_process(environ):
     assert ("Slurm" in info.reason) == ("SLURM_JOB_ID" in environ)
 
 
-def test_order_of_the_launchers():
+def test_precedence_of_the_launchers():
     assert detect_launch(STEP | TORCHRUN).launcher == "torchrun"  # srun torchrun
     chosen = detect_launch(STEP | TORCHRUN, rank=3, world_size=7)
     assert (chosen.launcher, chosen.rank, chosen.world_size) == ("arguments", 3, 7)
@@ -108,13 +108,13 @@ def test_arguments():
     assert (info.master_addr, info.master_port) == ("localhost", 29500)
     info = detect_launch(TORCHRUN, rank=6, world_size=8, master_port=1234)
     assert (info.local_rank, info.local_world_size, info.nnodes) == (1, 4, 2)
-    assert (info.master_addr, info.master_port) == ("node7", 1234)  # each where it is given
-    assert detect_launch({}, rank=0, world_size=1).master_addr is None  # nobody to meet
+    assert (info.master_addr, info.master_port) == ("node7", 1234)  # one from each source
+    assert detect_launch({}, rank=0, world_size=1).master_addr is None  # one rank needs no master
     assert detect_launch(STEP, master_addr="n9", master_port=7).master_addr == "n9"
 
 
 def test_arguments_that_repeat_the_step():
-    """`rank=int(os.environ["SLURM_PROCID"])` in a step: the rest comes from the step as well."""
+    """After `rank=int(os.environ["SLURM_PROCID"])`, the step's variables supply the rest."""
     info = detect_launch(STEP, rank=2, world_size=3)
     step = detect_launch(STEP)
     assert (info.launcher, info.local_rank, info.local_world_size) == ("arguments", 0, 1)
@@ -122,7 +122,7 @@ def test_arguments_that_repeat_the_step():
     info = detect_launch(STEP, rank=2, world_size=3, master_addr="n9", master_port=7)
     assert (info.local_rank, info.master_addr, info.master_port) == (0, "n9", 7)
     info = detect_launch(STEP, rank=1, world_size=3, master_addr="n9", master_port=7)
-    assert (info.local_rank, info.nnodes) == (1, 1)  # another rank: not this task of the step
+    assert (info.local_rank, info.nnodes) == (1, 1)  # not this task's rank: the step is ignored
 
 
 def test_empty_variable_is_not_set():
@@ -134,8 +134,8 @@ def test_local_world_size_and_nodes_without_their_variables():
     by_hand = {name: TORCHRUN[name] for name in names}
     assert detect_launch(by_hand).local_world_size == 8
     assert detect_launch(by_hand | {"LOCAL_WORLD_SIZE": "3"}).nnodes == 3
-    bare = {name: STEP[name] for name in STEP if not name.endswith("_PER_NODE")}
-    assert detect_launch(bare | {"SLURM_NODEID": "0"}).local_world_size == 3
+    without_counts = {name: STEP[name] for name in STEP if not name.endswith("_PER_NODE")}
+    assert detect_launch(without_counts | {"SLURM_NODEID": "0"}).local_world_size == 3
 
 
 RANKS, MASTER = ("RANK", "LOCAL_RANK", "WORLD_SIZE"), ("MASTER_ADDR", "MASTER_PORT")
@@ -145,8 +145,8 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("names", "kept"), [part for part in PARTS if part[0] != part[1]])
-def test_part_of_a_set(names, kept):
-    """Every strict part of a set is an error that names exactly what is missing."""
+def test_an_incomplete_set_of_variables_is_an_error(names, kept):
+    """Every incomplete set is an error that names exactly the missing variables."""
     base = {} if names == RANKS else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with pytest.raises(ValueError, match=" not set: ") as error:
         detect_launch(base | {name: TORCHRUN[name] for name in kept})
@@ -197,7 +197,7 @@ def test_part_of_a_set(names, kept):
         (STEP | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
     ],
 )
-def test_error(environ, arguments, message):
+def test_invalid_launches_are_refused(environ, arguments, message):
     with pytest.raises(ValueError, match=message):
         detect_launch(environ, **arguments)
 
@@ -206,7 +206,7 @@ def test_error(environ, arguments, message):
     "name",
     ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"],
 )
-def test_step_without(name):
+def test_a_step_without_a_needed_variable_is_an_error(name):
     with pytest.raises(ValueError, match=f"^{name} not set"):
         detect_launch({key: value for key, value in STEP.items() if key != name})
 
@@ -238,7 +238,7 @@ def test_tasks_per_node_builds_no_list():
 
 
 def test_ports_of_steps():
-    """The steps of a job, and the first steps of jobs in a row, do not clash."""
+    """The steps of a job use different ports, and so do the first steps of consecutive jobs."""
 
     def port(job: int, step: int) -> int | None:
         launch = detect_launch(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
@@ -253,7 +253,10 @@ def test_ports_of_steps():
 
 
 def test_cores_per_rank(monkeypatch):
-    """A rank's share is what is there by the ranks here; under Slurm, what the task asked for."""
+    """A rank's share is the available cores divided by the number of ranks on this node.
+
+    Under Slurm it is the number of cores that the task asked for, if that is set.
+    """
     cores = available_cores()
     assert 1 <= cores <= os.cpu_count()
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
@@ -336,7 +339,7 @@ def test_malformed_hostlist(text):
 
 
 def test_huge_range():
-    """The first host costs nothing."""
+    """The other hosts of a range are never built, so the first one costs nothing."""
     assert first_host("n[0000007-999999999999],m[1-99999999]b[1-99999999]") == "n0000007"
     assert first_host("m[5-99999999]b[1-99999999]c[1-99999999]") == "m5b1c1"
 
@@ -345,7 +348,7 @@ def test_huge_range():
     "text", [f"{'rack[1-2]-n3,' * 8000}n[1]]", "n" * 100_000 + "[", "[" * 100_000, "n[1" * 30_000]
 )
 def test_a_long_malformed_hostlist_is_refused_fast(text):
-    """As long as an environment variable may be."""
+    """The texts are about as long as an environment variable may be."""
     start = time.perf_counter()
     with pytest.raises(ValueError, match="malformed"):
         first_host(text)
@@ -354,7 +357,7 @@ def test_a_long_malformed_hostlist_is_refused_fast(text):
 
 @pytest.fixture
 def scontrol(tmp_path, monkeypatch):
-    """Return what `scontrol show hostnames` makes of a text."""
+    """Return a function that expands a host list with `scontrol show hostnames`."""
     if shutil.which("scontrol") is None:
         reason = "scontrol is not installed (Debian: slurm-client)"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
@@ -370,7 +373,7 @@ def scontrol(tmp_path, monkeypatch):
             text=True,
             timeout=20,
         )
-        # Of `[][1-2][1-2],n` it says that it cannot read the first part, and shows the second.
+        # For `[][1-2][1-2],n`, scontrol reports an error in the first part and prints the second.
         return [] if "error:" in shown.stderr else shown.stdout.split()
 
     return show
@@ -386,7 +389,7 @@ pieces = st.tuples(letters, brackets).map("".join)
 names = letters | st.lists(pieces, min_size=1, max_size=4).map("".join)
 hostlists = st.lists(names, min_size=1, max_size=4).map(",".join)
 hostlists = hostlists.map("x".__add__)  # scontrol takes a leading "-" for an option
-# Broken ones: no "]" without its "[", and no "[" without its "]", which scontrol takes for letters.
+# Broken lists. Their brackets come in pairs, because scontrol takes a single one for a letter.
 broken = st.lists(
     st.sampled_from(["n", "[1-2]", "[]", "[3-1]", "[1,]", "[a]", ",", "[7]", "b"]),
     min_size=1,
@@ -399,7 +402,7 @@ real_commands = settings(
 
 @real_commands
 @given(text=hostlists)
-def test_first_host_as_scontrol(scontrol, text):
+def test_first_host_agrees_with_scontrol(scontrol, text):
     assert first_host(text) == scontrol(text)[0]
 
 
@@ -415,5 +418,5 @@ def test_what_scontrol_refuses_is_refused(scontrol, text):
             first_host(text)
 
 
-def test_examples_as_scontrol(scontrol):
+def test_examples_agree_with_scontrol(scontrol):
     assert [scontrol(text) for text, _ in HOSTLISTS] == [hosts.split() for _, hosts in HOSTLISTS]

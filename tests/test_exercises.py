@@ -22,7 +22,7 @@ SOLUTION = re.compile(
 
 
 def solutions():
-    """Return the solutions in the chapters by the name of their function, with their chapter."""
+    """Return the chapter and the code of each solution, by the name of its function."""
     found = {}
     for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.md")):
         for code in SOLUTION.findall(path.read_text()):
@@ -35,7 +35,7 @@ def solutions():
 SOLUTIONS = solutions()
 
 
-def test_no_two_exercises_have_one_name():
+def test_no_two_exercises_have_the_same_name():
     found = [import_module(f"exercises.chapter_{number}").EXERCISES for number in CHAPTERS]
     assert sum(len(exercises) for exercises in found) == len(all_exercises())
 
@@ -45,7 +45,7 @@ def test_every_exercise_has_a_solution():
 
 
 def imports_for(code, path):
-    """Return the import statements of a chapter that bring names which `code` uses."""
+    """Return those import statements of a chapter that `code` needs."""
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     found = []
     for cell in jupytext.read(path).cells:
@@ -76,7 +76,7 @@ def test_every_exercise_has_two_mistakes_with_hints_of_their_own():
     ("name", "number"), [(name, n) for name in MISTAKES for n in range(len(MISTAKES[name]))]
 )
 def test_a_mistake_gets_its_hint(name, number, capsys):
-    """That a stub gets 'not yet' is seen as the notebooks run."""
+    """Running the notebooks shows that a stub gets 'not yet'."""
     wrong, hint = MISTAKES[name][number]
     wrong.__name__ = name
     answer = check(wrong)

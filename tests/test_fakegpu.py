@@ -34,7 +34,7 @@ class Counts(Callback):
 def counts_of_20_steps(**options):
     """Return how much each counter grows during steps 21 to 40."""
     counts = Counts()
-    job(1800, 10, device="cuda", callbacks=[counts], **options).train(1)  # on up to 4 ranks
+    job(1800, 10, device="cuda", callbacks=[counts], **options).train(1)  # 45 steps on 4 ranks
     before, after = counts.after[STEPS - 1], counts.after[2 * STEPS - 1]
     return {name: after[name] - before[name] for name in after}
 
@@ -123,9 +123,9 @@ cleanup_ddp()
 """
 
 
-def test_nothing_else_gets_the_memory_of_a_summary_that_is_under_way(tmp_path):
+def test_the_memory_of_a_summary_in_flight_is_not_reused(tmp_path):
     """NCCL and a side stream still use it, so neither it nor a hidden copy of it may be freed."""
-    kept, freed = ["alloc"] * 2, ["free_requested"] * 2  # and not free_completed
+    kept, freed = ["alloc"] * 2, ["free_requested"] * 2  # but not free_completed
     ended = on_all_gpus(tmp_path, SUMMARY)
     assert ended.stdout == f"{kept} {kept + freed}\n", ended.stderr
     assert "Warning" not in ended.stderr
@@ -150,11 +150,11 @@ dist.destroy_process_group()
 """
 
 
-def test_a_group_of_the_users_keeps_the_devices_that_the_user_set(tmp_path):
+def test_a_users_own_group_keeps_the_devices_that_the_user_set(tmp_path):
     gpus = 2 * GPUS
     ended = on_all_gpus(tmp_path, FOREIGN.replace("GPUS", str(gpus)), gpus)
     assert ended.stdout == f"{[f'cuda:{gpus - 1 - rank}' for rank in range(GPUS)]}\n"
-    assert "barrier" not in ended.stderr, ended.stderr  # nccl has no GPU to guess
+    assert "barrier" not in ended.stderr, ended.stderr  # NCCL need not guess the GPU
 
 
 def test_extra_state_on_the_cpu_is_checked_and_saved(tmp_path):
@@ -200,7 +200,7 @@ def test_waits_of_the_scripts(tmp_path, command):
     assert len(ranks) == (1 if "single_gpu" in str(command) else GPUS)
     for loops in ranks.values():
         assert len(loops) == 6
-        # Those of epoch 2: in epochs 1 and 3, DDP times some steps.
+        # The two loops of epoch 2: DDP times some steps of epochs 1 and 3.
         assert all(waits == 2 * batches for _, batches, waits in loops[2:4])
         assert all(between <= 1 for between, _, _ in loops[1:])
 
@@ -224,7 +224,7 @@ def test_scripts_with_fewer_gpus_than_ranks(tmp_path, script):
 @pytest.mark.skipif(GPUS != 2, reason="needs two fake GPUs")
 @pytest.mark.parametrize(("on_node", "device"), [(2, "cuda"), (1, "cpu")])
 def test_one_visible_gpu_per_slurm_task(tmp_path, on_node, device):
-    """With --gpus-per-task=1, each task takes its only GPU; on a shared GPU, they take the CPU."""
+    """With --gpus-per-task=1, each task uses its only GPU. If both share one, they use the CPU."""
     env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
     env |= {"SLURM_GTIDS": "0,1", "SLURM_GPUS_ON_NODE": str(on_node)}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -242,7 +242,7 @@ def test_one_visible_gpu_per_slurm_task(tmp_path, on_node, device):
 
 
 def test_the_check_of_all_weights_waits_once(tmp_path):
-    """However many tensors the model has. Copying them to the CPU waits once per tensor."""
+    """The number of tensors does not matter. Copying them to the CPU waits once per tensor."""
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(30)), torch.nn.Linear(4, 2))
     handler = job(20, 10, model=model, device="cuda")
     before = torch._fake_counts()
@@ -306,8 +306,8 @@ if info.rank == 0:
 """
 
 
-def test_validation_sends_the_buffers_of_a_dtype_at_once(tmp_path):
-    """30 buffers of two dtypes are two messages; the third has the losses."""
+def test_validation_sends_all_buffers_of_a_dtype_in_one_message(tmp_path):
+    """30 buffers of two dtypes make two messages; a third one carries the losses."""
     ended = on_all_gpus(tmp_path, VALIDATE)
     assert ended.stdout == "3\n", ended.stderr
 
@@ -320,11 +320,14 @@ def on_the_page(pattern):
 
 
 def lines_of(rank, log):
-    """Return what a rank logs, without times and paths: they differ from run to run."""
+    """Return the lines that a rank logs, and those of stacks, which name no rank.
+
+    Times and paths are removed, because they differ from run to run.
+    """
     text = re.sub(r"E\d{4} [\d:.]+|\d+(?= milliseconds)| from .*/|(?<=from  rank )\d", "", log)
     lines = [line.rstrip() for line in text.splitlines()]
-    of_all = [line for line in lines if line.startswith("#")]  # of a stack: has no rank
-    return [line for line in lines if line.startswith(f"[rank{rank}]:[")], of_all
+    stacks = [line for line in lines if line.startswith("#")]
+    return [line for line in lines if line.startswith(f"[rank{rank}]:[")], stacks
 
 
 @pytest.mark.skipif(GPUS != 4, reason="three ranks: runs with four fake GPUs only")

@@ -1,4 +1,4 @@
-"""on_rank under faults: each rank dies, stops, is slow or is interrupted, at work or waiting."""
+"""on_rank with faults: a rank dies, stops, is slow or is interrupted, while it works or waits."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ ENDS = {"SIGKILL": -signal.SIGKILL, "exit": 9}
 
 @contextmanager
 def ranks(world: int, folder: Path, *arguments: object, **env: object) -> Iterator[list[Running]]:
-    """Start the ranks one by one, under no launcher: torchrun would end all as soon as one ends."""
+    """Start the ranks without a launcher: torchrun would end all of them as soon as one ends."""
     common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()} | env
     with ExitStack() as stack:
         started = []
@@ -36,7 +36,7 @@ def seen(folder: Path, rank: int) -> list[dict]:
 
 
 def cross(sample: list[tuple], *lists: object) -> list:
-    """Return every combination; those outside of the sample run under `make test-full` alone."""
+    """Return every combination. Only `make test-full` runs those that are not in the sample."""
     every = [(*first, *rest) for first, *rest in product(*lists)]
     assert set(sample) <= set(every)
     return [pytest.param(*c, marks=() if c in sample else pytest.mark.full) for c in every]
@@ -61,7 +61,7 @@ def test_a_rank_that_dies_at_work_is_named_on_all_others_within_5_seconds(
 
 
 @pytest.mark.parametrize(("world", "worker"), cross([(3, 2)], EVERY))
-def test_sigint_at_work_is_a_keyboard_interrupt_on_all(world, worker, tmp_path):
+def test_sigint_during_the_work_raises_keyboard_interrupt_on_all_ranks(world, worker, tmp_path):
     with ranks(world, tmp_path, "dies", "SIGINT", worker) as started:
         assert [rank.wait().code for rank in started] == [0] * world
     for rank in range(world):
@@ -72,7 +72,7 @@ def test_sigint_at_work_is_a_keyboard_interrupt_on_all(world, worker, tmp_path):
 
 
 @pytest.mark.parametrize(("worker", "how"), cross([(1, "SIGKILL")], [(0,), (1,), (2,)], ENDS))
-def test_a_death_is_felt_while_another_rank_still_works(worker, how, tmp_path):
+def test_a_death_is_reported_while_another_rank_still_works(worker, how, tmp_path):
     with ranks(3, tmp_path, "dies_among_workers", how, worker) as started:
         codes = [rank.wait().code for rank in started]
     other, waiting = (worker + 1) % 3, (worker + 2) % 3
@@ -86,14 +86,14 @@ def test_a_death_is_felt_while_another_rank_still_works(worker, how, tmp_path):
     ("world", "worker", "how"),
     cross([(2, 0, "SIGKILL"), (3, 1, "SIGINT")], EVERY, [*ENDS, "SIGINT"]),
 )
-def test_a_waiting_rank_that_ends_is_named_by_the_one_that_works(world, worker, how, tmp_path):
+def test_the_working_rank_names_a_waiting_rank_that_dies_or_leaves(world, worker, how, tmp_path):
     with ranks(world, tmp_path, "waiter_dies", how, worker) as started:
         codes = [rank.wait().code for rank in started]
     gone = (worker + 1) % world
     (error,) = seen(tmp_path, worker)
     assert error["type"] == "RuntimeError" and f"rank {gone} died or left" in error["text"]
     assert codes[gone] == ENDS.get(how, 0) and codes[worker] == 0
-    if how == "SIGINT":  # felt at once, and not when the work ended
+    if how == "SIGINT":  # raised at once, not when the work ended
         (interrupt,) = seen(tmp_path, gone)
         assert interrupt["type"] == "KeyboardInterrupt" and interrupt["at"] < error["at"]
 
@@ -108,10 +108,10 @@ def test_a_rank_that_sees_a_mismatch_leaves_only_when_the_others_have_seen_it(tm
 
 
 @pytest.mark.full
-def test_with_lazy_connections_a_first_call_makes_deaths_known(tmp_path):
-    """docs/growth.md tells large jobs to make it.
+def test_with_lazy_connections_one_early_call_makes_later_deaths_known(tmp_path):
+    """docs/growth.md tells large jobs to make this call.
 
-    Of 8 ranks, 0 and 3 have not met before it. Without it, rank 0 sometimes waits for rank 3.
+    Without it, ranks 0 and 3 of 8 have not connected yet, and rank 0 sometimes waits for rank 3.
     """
     with ranks(8, tmp_path, "dies_between_calls", 3, TORCH_GLOO_LAZY_INIT=1) as started:
         codes = [rank.wait().code for rank in started]
@@ -136,7 +136,7 @@ def test_ctrl_c_ends_all_ranks_cleanly(world, worker, tmp_path):
 
 
 @pytest.mark.parametrize(("world", "worker"), cross([(2, 0)], EVERY))
-def test_a_wait_that_is_given_up_ends_its_process_cleanly(world, worker, tmp_path):
+def test_a_rank_that_gives_up_waiting_exits_cleanly(world, worker, tmp_path):
     with ranks(world, tmp_path, "gives_up", worker) as started:
         results = [rank.wait() for rank in started]
     for rank in set(range(world)) - {worker}:
@@ -166,7 +166,7 @@ def test_a_stopped_rank_is_waited_for_unless_max_wait_is_set(world, worker, tmp_
             (tmp_path / "stopped").unlink()
             process = psutil.Process(started[worker].process.pid)
             wait_until(lambda process=process: process.status() == psutil.STATUS_STOPPED)
-            time.sleep(8 if number == 1 else 0)  # longer than the timeout, and waited for
+            time.sleep(8 if number == 1 else 0)  # longer than the timeout, but the others wait
             if number != 1:
                 wait_until(lambda n=number: all(len(reports(tmp_path, r)) > n for r in others))
             else:
@@ -177,11 +177,11 @@ def test_a_stopped_rank_is_waited_for_unless_max_wait_is_set(world, worker, tmp_
         first, second, collective = seen(tmp_path, rank)
         assert first["type"] == "TimeoutError" and f"waiting for rank {worker}" in first["text"]
         assert second["text"] == "'second'"
-        assert collective["type"] is not None  # the ordinary collective: at the group's timeout
+        assert collective["type"] is not None  # the all-reduce, after the group's timeout
     assert [result["text"] for result in seen(tmp_path, worker)[:2]] == ["'first'", "'second'"]
 
 
-def test_under_torchrun_a_death_ends_all_and_leaves_nothing(tmp_path):
+def test_under_torchrun_a_death_ends_all_ranks_and_leaves_no_process(tmp_path):
     result = run(*torchrun(3, SCRIPT, "dies", "SIGKILL", "1"), cwd=tmp_path)
     assert result.code == 1 and "SIGKILL" in result.stderr.upper()
 
@@ -191,5 +191,5 @@ def reports(folder: Path, rank: int) -> list[dict]:
     file = folder / f"rank{rank}.json"
     try:
         return json.loads(file.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):  # not there, or just being written
+    except (FileNotFoundError, json.JSONDecodeError):  # not there yet, or just being written
         return []

@@ -1,4 +1,4 @@
-"""What runs the fences of the pages can fail: each way of being wrong is an error."""
+"""Running the fences of a page can fail: every way in which a page can be wrong is an error."""
 
 import re
 
@@ -69,7 +69,7 @@ WRONG = {
 
 
 def page(folder, text, rows=""):
-    """Write a page, and a table of what is not executed of it."""
+    """Write a page, and a table of those of its fences that are not executed."""
     table = folder / "table.md"
     table.write_text(rows)
     path = folder / "page.md"
@@ -77,35 +77,35 @@ def page(folder, text, rows=""):
     return path, table
 
 
-def test_a_page_that_is_right(tmp_path):
+def test_a_correct_page_passes(tmp_path):
     run_page(*page(tmp_path, RIGHT))
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_page_that_is_wrong(tmp_path, kind):
+def test_a_wrong_page_fails(tmp_path, kind):
     text, message = WRONG[kind]
     with pytest.raises((SybilFailure, AssertionError), match=message):
         run_page(*page(tmp_path, text))
 
 
-def test_no_end(tmp_path):
+def test_an_endless_fence(tmp_path):
     for text in ("```python\nwhile True:\n    pass\n```", "```console\n$ sleep 60\n```"):
         with pytest.raises(AssertionError, match=r"not in|no end within"):
             run_page(*page(tmp_path, text), limit=2.0)
 
 
-def test_a_process_left_behind(tmp_path):
+def test_a_process_left_behind_fails(tmp_path):
     with pytest.raises(AssertionError, match="processes left behind"):
         run_page(*page(tmp_path, "```console\n$ sleep 60 > /dev/null 2>&1 &\n```"))
 
 
-def test_what_is_listed_is_left_out(tmp_path):
-    row = "| [a page](page.md) | `{}` | needs a GPU | `test_fences.py::test_no_end` |\n"
+def test_a_listed_fence_is_left_out(tmp_path):
+    row = "| [a page](page.md) | `{}` | needs a GPU | `test_fences.py::test_an_endless_fence` |\n"
     text = "```console\n$ false\n```\n```python\nfirst = 1 / 0\n```\n```text\nnever\n```"
     run_page(*page(tmp_path, text, row.format("$ false") + row.format("first =")))
     with pytest.raises(ValueError, match=r"not there: \['second'\]"):
         run_page(*page(tmp_path, text, row.format("second")))
-    with pytest.raises(SybilFailure, match="exit code 1"):  # a row is of one fence
+    with pytest.raises(SybilFailure, match="exit code 1"):  # a row leaves out one fence
         run_page(*page(tmp_path, "```console\n$ false\n```\n" * 2, row.format("$ false")))
 
 
@@ -130,24 +130,24 @@ def prose(path):
 
 
 def anchors(path):
-    """Return what GitHub makes of the headings of a page; the site makes the same of them."""
+    """Return the anchors that GitHub makes from the headings of a page. The site makes the same."""
     headings = re.findall(r"^#+ (.+)$", prose(path), re.MULTILINE)
     plain = [re.sub(r"\]\([^)]*\)|[^\w\- ]", "", heading) for heading in headings]
     return {text.strip().lower().replace(" ", "-") for text in plain}
 
 
-def broken(path, text):
+def dead_links(path, text):
     """Return the links of `text`, a part of the page `path`, that lead nowhere on GitHub."""
-    found = []
+    dead = []
     for link in re.findall(r"\]\(<?([^)>\s]+)>?\)", re.sub(r"`[^`\n]+`", "", text)):
         if re.match(r"https?:", link):
             continue
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
-        headed = target.with_suffix(".md") if target.suffix == ".ipynb" else target
-        if not target.exists() or (anchor and anchor not in anchors(headed)):
-            found.append(link)
-    return found
+        source = target.with_suffix(".md") if target.suffix == ".ipynb" else target
+        if not target.exists() or (anchor and anchor not in anchors(source)):
+            dead.append(link)
+    return dead
 
 
 @pytest.mark.parametrize(
@@ -156,22 +156,22 @@ def broken(path, text):
     ids=lambda path: path.name,
 )
 def test_links_lead_to_files_and_headings(path):
-    assert broken(path, prose(path)) == []
+    assert dead_links(path, prose(path)) == []
 
 
-def test_a_link_that_leads_nowhere_is_found():
+def test_a_dead_link_is_found():
     page = ROOT / "docs" / "slurm.md"
     text = "[a](none.md) [b](#none) [c](#when-it-goes-wrong) [d](../README.md#none) `[e](x)`"
-    assert broken(page, text) == ["none.md", "#none", "../README.md#none"]
+    assert dead_links(page, text) == ["none.md", "#none", "../README.md#none"]
 
 
-def test_a_page_for_each_task():
+def test_the_readme_links_to_every_how_to_page():
     linked = set(re.findall(r"\]\((docs/how-to/[\w-]+\.md)\)", (ROOT / "README.md").read_text()))
     assert linked == {f"docs/how-to/{path.name}" for path in (ROOT / "docs/how-to").glob("*.md")}
 
 
-def test_scripts_are_shown_by_inclusion():
-    """One page includes them all; no fence has more than a line or two of one, and its imports."""
+def test_scripts_are_included_and_not_pasted():
+    """One page includes them all. Apart from imports, no fence repeats more than two long lines."""
     kinds = ("*.py", "configs/*.yaml", "slurm/*_job.sh")
     scripts = [ROOT / "datautils.py", *(path for kind in kinds for path in SCRIPTS.glob(kind))]
     page = (ROOT / "docs" / "scripts.md").read_text()

@@ -260,7 +260,7 @@ def test_a_handler_on_cuda_1_sets_the_current_device():
 
 
 @two_gpus
-def test_alone_cuda_means_the_current_device():
+def test_in_a_single_process_cuda_means_the_current_device():
     torch.cuda.set_device(1)
     try:
         assert initialize_ddp().device == torch.device("cuda:1")
@@ -312,7 +312,7 @@ def run_ranks_of(tmp_path, nproc, body=PRINT_DEVICE, **env):
     """Run `body` on ranks; return their output lines, sorted, their stderr, and the exit code."""
     (tmp_path / "ranks.py").write_text(body)
     ended = run(*torchrun(nproc, tmp_path / "ranks.py"), cwd=tmp_path, env=env)
-    lines = [line for line in ended.stdout.splitlines() if " on " in line]  # not those of NCCL
+    lines = [line for line in ended.stdout.splitlines() if " on " in line]  # without NCCL's lines
     return sorted(lines, key=lambda line: int(line.split()[0])), ended.stderr, ended.code
 
 

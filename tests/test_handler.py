@@ -1,4 +1,8 @@
-"""Handler on real ranks: a DDP loop's weights, one process's numbers, one decision for all."""
+"""Handler on real ranks.
+
+It ends with the weights of a plain DDP loop and reports the numbers of one process, and all ranks
+take the same decisions.
+"""
 
 import os
 import re
@@ -28,7 +32,7 @@ LIMIT = timedelta(minutes=4)
 CPU = torch.device("cpu")
 
 
-def measured(loss):
+def batch_result(loss):
     return BatchResult(loss, [loss.double()], None, None)
 
 
@@ -46,15 +50,15 @@ def test_in_one_process(name, tmp_path, monkeypatch):
     getattr(handler_checks, name)()
 
 
-def test_ranks_add_up_in_their_order_and_find_the_same_bits():
-    """Not so at 5 ranks and above, where a kernel adds up: its order is the machine's."""
+def test_ranks_sum_in_rank_order_and_get_the_same_bits():
+    """At 5 ranks and above, a torch kernel would add in an order that depends on the machine."""
     draws = torch.rand(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     def means():
         rank, losses = initialize_ddp().rank, []
         for draw in draws:
             sums = RunningSums(["loss"], CPU)
-            sums.add(1, measured(draw[rank]))
+            sums.add(1, batch_result(draw[rank]))
             losses.append(all_means(sums, CPU, distributed=True)["loss"])
         return losses
 
@@ -71,7 +75,7 @@ def test_starting_a_summary_waits_for_nobody(tmp_path):
         rank = initialize_ddp(timeout=timedelta(seconds=20), backend="gloo").rank
         rank_sync, sums = RankSync(CPU, distributed=True), RunningSums(["loss"], CPU)
         assert rank_sync.finish() is None
-        sums.add(1 + rank, measured(torch.tensor(float(rank))))
+        sums.add(1 + rank, batch_result(torch.tensor(float(rank))))
         while rank == 1 and not started.exists():
             time.sleep(0.01)
         rank_sync.stop = rank == 1
@@ -96,7 +100,10 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
 
 
 class StopsAt(Callback):
-    """Make training end at `step` with sync_every=1, in which all ranks know a step later."""
+    """End training at `step` if sync_every is 1.
+
+    The last rank asks for it one step earlier, because all ranks learn of it one step later.
+    """
 
     def __init__(self, step):
         self.step = step
@@ -114,7 +121,7 @@ def test_an_epoch_goes_on_at_another_world_size(tmp_path):
         seen = []
 
         def note(outputs, targets):
-            if torch.is_grad_enabled() is False:  # a metric
+            if torch.is_grad_enabled() is False:  # called as a metric
                 seen.extend(targets.tolist())
             return 0.0
 
@@ -145,7 +152,7 @@ def test_an_epoch_goes_on_at_another_world_size(tmp_path):
     assert [len(part) for part in parts] == [12, 4, 21]
     assert sorted(index for part in parts for index in part) == list(range(37))
     mean = sum((target - 0.0) ** 2 for target in range(37)) / 37
-    assert history["train_loss"] == [pytest.approx(mean, rel=0.3)]  # of all parts
+    assert history["train_loss"] == [pytest.approx(mean, rel=0.3)]  # over all parts of the epoch
 
 
 SIGNALLED = """
@@ -173,7 +180,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_and_ends_all(tmp_path, name, w
     (tmp_path / "script.py").write_text(SIGNALLED)
     path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *_pythonpath()])}
     ended = run(*torchrun(2, "script.py", name, where), cwd=tmp_path, env=path)
-    assert ended.code == 1  # torchrun's, whatever its workers' are
+    assert ended.code == 1  # torchrun exits with 1, whatever its workers exit with
     codes = re.findall(r"exitcode +: (-?\d+)", ended.stderr)
     assert codes and set(codes) == {"143"}, ended.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["11", "11"]
@@ -188,7 +195,7 @@ def _pythonpath():
     return [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
 
 
-def test_signals_are_caught_only_while_it_trains(caplog):
+def test_signals_are_caught_only_during_training(caplog):
     def mine(number, frame):
         raise AssertionError("the handler of before")
 
@@ -205,7 +212,8 @@ def test_signals_are_caught_only_while_it_trains(caplog):
         with pytest.raises(SystemExit) as caught:
             job(callbacks=[Kill()]).train(1)
         assert caught.value.code == 143
-        # On its way out: also while Python ends, a second signal must not change the exit code.
+        # The process is about to exit. Even while Python shuts down, a second signal must not
+        # change the exit code.
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
@@ -244,11 +252,11 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         match=r"with parts {'optimizer': 'SGD', 'scheduler': 'StepLR'}, not {'optimizer': 'SGD'}",
     ):
         job().load(tmp_path / "scheduled.pt")
-    for other, said in [
+    for other, text in [
         (lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), "'scheduler': 'StepLR'}, not"),
         (lambda o: (torch.optim.lr_scheduler.StepLR(o, 1), "step"), "per 'epoch', not 'step'"),
     ]:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             job(scheduler=other).load(tmp_path / "scheduled.pt")
     with pytest.raises(ValueError, match=r"with metrics \['accuracy'\], not \['other'\]"):
         job(metrics={"other": accuracy}).load(tmp_path / "step_7.pt")
@@ -287,12 +295,12 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         ({"loader": {"collate_fn": lambda samples: (torch.ones(0, 4), torch.ones(0))}}, "no sampl"),
     ],
 )
-def test_a_setting_that_is_not_there_is_refused(options, text):
+def test_invalid_options_are_rejected(options, text):
     with pytest.raises(ValueError, match=text):
         job(**options).train(1)
 
 
-def test_what_is_missing_is_named(monkeypatch):
+def test_errors_say_what_is_missing(monkeypatch):
     handler = job()
     for call, text in [
         (lambda: handler.validate(), "call set_val_loader first"),
@@ -313,7 +321,7 @@ def test_what_is_missing_is_named(monkeypatch):
         (lambda outputs, targets: {"a": outputs.mean()}, r"loss must be one number.* not \{'a'"),
     ],
 )
-def test_a_loss_that_is_no_number_is_named(loss_fn, text):
+def test_a_loss_that_is_not_one_number_is_an_error(loss_fn, text):
     handler = job()
     handler.loss_and_metrics.loss_fn = loss_fn
     handler.set_val_loader(Points(9), 3)
@@ -322,22 +330,22 @@ def test_a_loss_that_is_no_number_is_named(loss_fn, text):
             call()
 
 
-def test_a_copy_on_the_cpu_is_there_when_it_is_returned():
-    """A GPU's comes later, without a word, where it is not waited for."""
-    asked = []
+def test_a_copy_to_the_cpu_is_complete_when_move_returns():
+    """Otherwise, Python could read memory that the GPU has not written yet."""
+    non_blocking = []
 
     class Spy(torch.Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             if func is torch.Tensor.to:
-                asked.append((kwargs or {})["non_blocking"])
+                non_blocking.append((kwargs or {})["non_blocking"])
             return super().__torch_function__(func, types, args, kwargs or {})
 
     move({"outputs": [torch.ones(2).as_subclass(Spy)]}, torch.device("cpu"))
-    assert asked == [False]
+    assert non_blocking == [False]
 
 
-def test_bfloat16_and_a_scheduler_an_epoch():
+def test_bfloat16_with_a_scheduler_per_epoch():
     handler = job(
         precision="bf16",
         scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
@@ -362,7 +370,7 @@ def test_data_is_loaded_in_full_precision():
     assert handler.predict(Rotated(5), 2).dtype == torch.bfloat16
 
 
-def test_full_precision_is_kept_under_an_autocast_of_the_callers():
+def test_full_precision_is_kept_inside_the_callers_own_autocast():
     handler, dtypes = job(), set()
     handler.model.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
     with torch.autocast("cpu", torch.bfloat16):
@@ -378,8 +386,8 @@ def test_a_metric_may_return_the_same_tensor_again():
     assert handler.train_metrics["calls"] == [2.5]  # the mean of 1, 2, 3 and 4
 
 
-def test_samples_seen_counts_what_was_drawn_not_what_came_of_it(tmp_path):
-    """Of a batch of 4 sentences come 24 tokens; the second half of the epoch is not lost."""
+def test_samples_seen_counts_drawn_samples_not_the_rows_made_from_them(tmp_path):
+    """4 sentences become 24 tokens. If tokens counted, the rest of the epoch would be lost."""
     seen = []
 
     def tokens(samples):
@@ -421,7 +429,7 @@ class Recorded(torch.optim.lr_scheduler.ReduceLROnPlateau):
         super().step(value, **options)
 
 
-def test_a_plateau_is_one_of_the_validation_loss_where_there_is_one(tmp_path):
+def test_reduce_lr_on_plateau_gets_the_validation_loss_if_there_is_one(tmp_path):
     handler = job(scheduler=Recorded)
     handler.set_val_loader(Points(9), 2)
     handler.train(2)
@@ -446,7 +454,7 @@ def test_a_signal_that_came_too_late_is_raised_again():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_weights_that_are_not_finite_end_training_though_the_loss_was(tmp_path):
+def test_nonfinite_weights_end_training_even_if_the_loss_was_finite(tmp_path):
     class Root(nn.Module):
         def __init__(self):
             super().__init__()
@@ -461,7 +469,7 @@ def test_weights_that_are_not_finite_end_training_though_the_loss_was(tmp_path):
     assert not list(tmp_path.glob("*.pt"))
 
 
-def test_an_error_of_one_rank_in_a_callbacks_prediction_is_the_error_of_all():
+def test_an_error_on_one_rank_in_a_callbacks_predict_is_the_error_of_the_run():
     def work():
         class Bad(Points):
             def __getitem__(self, index):
@@ -479,7 +487,7 @@ def test_an_error_of_one_rank_in_a_callbacks_prediction_is_the_error_of_all():
         run_ranks(work, nproc=2, timeout=LIMIT)
 
 
-def test_an_error_of_one_rank_within_a_save_is_the_error_of_the_run(tmp_path):
+def test_an_error_on_one_rank_during_a_save_is_the_error_of_the_run(tmp_path):
     def work():
         handler = job(12, 2, callbacks=[Checkpoint(tmp_path)])
 
@@ -516,18 +524,18 @@ job(400, 2, callbacks=[Fails(), Counts()], sync_every=10).train(1)
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_callback_that_raises_ends_its_process_at_once(tmp_path, ranks):
-    """Also where the ranks look only after ten steps; the others end with their connection."""
+    """Even if the ranks sync only every ten steps. The others end when their connection closes."""
     (tmp_path / "script.py").write_text(RAISES)
     path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *_pythonpath()])}
     command = [sys.executable, "script.py"] if ranks == 1 else torchrun(2, "script.py")
     ended = run(*command, cwd=tmp_path, env=path, timeout=60)
     assert ended.code == 1 and "KeyError: 'of a callback'" in ended.stderr
     steps = [int(step) for step in re.findall(r"step (\d+)", ended.stdout)]
-    assert max(steps) == (2 if ranks == 1 else 3)  # a peer cannot reach the next all-reduce's end
+    assert max(steps) == (2 if ranks == 1 else 3)  # a peer cannot finish the next all-reduce
 
 
 class Words(UserDict):
-    """A batch with a class of its own, as tokenizers give."""
+    """A batch of a class of its own, as tokenizers return."""
 
     def to(self, device):
         return Words({name: value.to(device) for name, value in self.items()})
@@ -559,11 +567,11 @@ def test_batches_of_many_kinds():
     handler = job(7, 3, model=Detects(4, 1), metrics={}, loader={"collate_fn": boxes})
     handler.loss_and_metrics.loss_fn = lambda outputs, targets: outputs.sum()
     handler.train(1)
-    assert handler.predict(Points(7), 3).shape == (7,)  # also of the last batch, of one
+    assert handler.predict(Points(7), 3).shape == (7,)  # though the last batch's output is a scalar
 
 
-def test_callbacks_are_all_called_before_a_signal_ends_training_within_an_epoch(tmp_path):
-    """It ends training after the next summary."""
+def test_all_callbacks_are_called_before_a_signal_ends_training_mid_epoch(tmp_path):
+    """The signal ends training after the next summary."""
 
     class Kills(Callback):
         def on_step_end(self):
@@ -584,7 +592,7 @@ def test_callbacks_are_all_called_before_a_signal_ends_training_within_an_epoch(
     assert len(list(tmp_path.glob("step_*.pt"))) == 4
 
 
-def test_an_empty_batch_of_several_is_named():
+def test_an_empty_batch_among_several_is_an_error():
     batches = []
 
     def second_empty(samples):
@@ -603,7 +611,7 @@ def test_parameters_that_are_not_the_models_are_refused():
         Handler(model, optimizer, loss_fn)
 
 
-def test_a_buffer_that_is_not_saved_may_be_anything(tmp_path):
+def test_a_buffer_that_is_not_saved_may_have_any_value(tmp_path):
     model = network()
     model.register_buffer("cache", torch.full((2,), torch.nan), persistent=False)
     handler = job(model=model)
@@ -613,8 +621,8 @@ def test_a_buffer_that_is_not_saved_may_be_anything(tmp_path):
         handler.save(tmp_path / "a.pt")
 
 
-def test_steps_that_a_scaler_leaves_out_are_not_taken():
-    """As the first ones under fp16; the scaler also works on the CPU."""
+def test_steps_that_the_scaler_skips_change_neither_weights_nor_scheduler():
+    """This happens to the first steps under fp16. The scaler also works on the CPU."""
     model = network()
     before = flat(model)
 
@@ -642,7 +650,7 @@ def test_lbfgs_is_refused():
 
 
 def test_gradients_are_unscaled_before_they_are_clipped():
-    """As under fp16, whose scaler also works on the CPU: the norm is that of the real gradients."""
+    """As under fp16, but on the CPU, where the scaler works too: clipping needs the true norm."""
     weights = []
     for scale in (None, 2.0**10):
         handler = job(9, 3, clip_norm=0.1, lr=1.0)

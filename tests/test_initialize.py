@@ -53,7 +53,7 @@ COMMON = '''
 import json, os, signal, sys, time
 os.environ.pop("OMP_NUM_THREADS", None)  # the threads are ours to set
 import torch
-torch.set_num_threads(7)  # nobody's share
+torch.set_num_threads(7)  # no rank's share of the cores
 import torch.distributed as dist
 from ddp_ref import cleanup_ddp, initialize_ddp
 from ddp_ref.initialize import open_group
@@ -86,13 +86,13 @@ def script(tmp_path: Path, body: str) -> Path:
 
 
 def shown(tmp_path: Path) -> list[list]:
-    """Return what the ranks showed, in rank order."""
+    """Return what the ranks wrote to their files, in rank order."""
     return sorted(json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
 
 
 @pytest.fixture(autouse=True)
 def same_threads():
-    """Put the number of threads back, which a group in this process changes."""
+    """Restore the number of threads, which opening a group in this process changes."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -142,8 +142,8 @@ if not torch.cuda.is_available():
         raise AssertionError("nccl on CPUs")
     assert not dist.is_initialized()
 
-# A group that somebody else opened, destroyed and made again, each time where nobody met before:
-# torch reads the addresses of the group before it where a store is used twice.
+# A group that other code opened, destroyed and opened again, each time at a new address, because
+# torch would read the addresses of the previous group if a store were used twice.
 for name in "ab":
     meeting = f"file://{os.getcwd()}/{name}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
@@ -160,8 +160,8 @@ assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_life_under_torchrun(tmp_path, nproc):
-    """Open, describe, close, open again in every way; the ranks agree at each step."""
+def test_open_close_and_reopen_under_torchrun(tmp_path, nproc):
+    """Open, close and reopen the group in every way. The ranks agree at each step."""
     result = run(*torchrun(nproc, script(tmp_path, LIFE), free_port()), cwd=tmp_path, timeout=90)
     assert result.code == 0, result.stderr
     threads = max(1, available_cores() // nproc)
@@ -169,7 +169,7 @@ def test_life_under_torchrun(tmp_path, nproc):
 
 
 def test_two_nodes(tmp_path):
-    """Two torchrun agents on this host: the local rank is not the rank."""
+    """Two torchrun agents on this host act as two nodes, so local ranks differ from ranks."""
     path, port = script(tmp_path, "show(initialize_ddp())"), free_port()
     options = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=localhost"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, f"--master-port={port}"]
@@ -190,7 +190,7 @@ owner, name, when, how = sys.argv[1:]
 calls = []
 
 def freeze():
-    signal.pthread_kill(threading.get_ident(), getattr(signal, how))  # it takes no step more
+    signal.pthread_kill(threading.get_ident(), getattr(signal, how))  # this thread stops here
 
 def freezing(function):
     def wrapper(*args, **kwargs):
@@ -240,30 +240,33 @@ QUICK = [MOMENTS[4], MOMENTS[10], *MOMENTS[-2:]]
     ("owner", "name", "when", "stage"),
     [pytest.param(*m, marks=() if m in QUICK else pytest.mark.full) for m in MOMENTS],
 )
-def test_a_rank_that_freezes_while_the_group_opens_is_named(tmp_path, owner, name, when, stage):
-    """Rank 0 raises within the timeout of 2 seconds and 3 more, and its process ends."""
+def test_a_rank_that_freezes_while_the_group_opens_is_reported(tmp_path, owner, name, when, stage):
+    """Rank 0 raises at most 3 seconds after the timeout of 2 seconds, and its process ends.
+
+    It names the frozen rank, unless that rank freezes in the very last step.
+    """
     seconds, error, start = error_of_rank_0(tmp_path, 2, owner, name, when, "SIGSTOP")
     assert seconds < 5
-    assert error.startswith(start + how_it_is_named(stage, 2))
+    assert error.startswith(start + expected_problem(stage, 2))
 
 
 @pytest.mark.parametrize("moment", MOMENTS[-2:], ids=["before it reads", "before the barrier"])
-def test_a_rank_that_dies_after_its_last_report_is_named(tmp_path, moment):
-    """gloo only says that a connection was closed, and rank 0 does not wait for the timeout."""
+def test_a_rank_that_dies_after_its_last_report_is_noticed_early(tmp_path, moment):
+    """gloo only says that a connection was closed. Rank 0 raises long before the timeout."""
     seconds, error, start = error_of_rank_0(tmp_path, 30, *moment[:3], "SIGKILL")
     assert seconds < 15
-    assert error.startswith(start + how_it_is_named(moment[3], 30))
+    assert error.startswith(start + expected_problem(moment[3], 30))
 
 
-def how_it_is_named(stage: str | None, timeout: int) -> str:
+def expected_problem(stage: str | None, timeout: int) -> str:
     if stage:
         return f"rank 1 did not {stage} (timeout 0:00:{timeout:02}): look at its output; it must be"
-    who = "all ranks reported, then one stopped answering"
-    return f"{who} (timeout 0:00:{timeout:02}): look at the other ranks' output\n"
+    problem = "all ranks reported, then one stopped answering"
+    return f"{problem} (timeout 0:00:{timeout:02}): look at the other ranks' output\n"
 
 
 def error_of_rank_0(tmp_path: Path, timeout: int, *moment: str) -> tuple[float, str, str]:
-    """Return after how many seconds rank 0 of 2 raised, its error, and how an error must begin."""
+    """Return the seconds until rank 0 of 2 raised, its error, and how the error must begin."""
     port = str(free_port())
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": HOST, "MASTER_PORT": port}
     body = FROZEN.replace("TIMEOUT", str(timeout))
@@ -283,7 +286,7 @@ def error_of_rank_0(tmp_path: Path, timeout: int, *moment: str) -> tuple[float, 
 
 @pytest.mark.parametrize("restarts", [2, pytest.param(8, marks=pytest.mark.full)])
 def test_each_rank_is_killed_in_turn_and_restarted(tmp_path, restarts):
-    """torchrun's agent keeps its store, but no restarted rank reads what a dead one left in it."""
+    """torchrun's agent keeps its store, but restarted ranks never read what a dead rank left."""
     body = f"""
 info = initialize_ddp()
 dist.barrier()
@@ -302,7 +305,7 @@ cleanup_ddp()
 
 
 def test_restart_by_torchrun(tmp_path):
-    """A rank that dies before it comes: the restarted ranks meet again in the same store."""
+    """A rank exits before it joins, and the restarted ranks meet again in the same store."""
     body = """
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
     while not os.path.exists("waiting"):
@@ -322,7 +325,7 @@ show(initialize_ddp())
 
 @pytest.mark.parametrize("shared", [pytest.param(False, marks=pytest.mark.full), True])
 def test_restart_on_two_nodes(tmp_path, shared):
-    """A rank of one agent is killed, and all meet again in a store of this attempt.
+    """A rank of one agent is killed, and all ranks meet again in a new store.
 
     The agents may count their attempts differently, so a store that all attempts share is refused.
     """
@@ -333,7 +336,7 @@ if not os.path.exists("killed"):
     if info.rank == 3:
         open("killed", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))  # fails, for want of rank 3
+    dist.all_reduce(torch.ones(1))  # fails, because rank 3 is missing
 counts = [None] * 4
 dist.all_gather_object(counts, os.environ["TORCHELASTIC_RESTART_COUNT"])
 show(info)
@@ -356,7 +359,7 @@ cleanup_ddp()
 
 
 def test_spawn(tmp_path):
-    """The guide's call under mp.spawn, where no variable is set."""
+    """The guide's call under mp.spawn, which sets no variables."""
     body = f"""
 def worker(rank, port):
     show(initialize_ddp(rank=rank, world_size=2, master_addr="localhost", master_port=port))
@@ -372,7 +375,7 @@ if __name__ == "__main__":
 
 
 def test_slurm_step(tmp_path):
-    """Two tasks of a step that Slurm bound to their cores: nothing else tells where to meet."""
+    """Two tasks of a step with two cores each. Only Slurm's variables say where to meet."""
     step = {
         "SLURM_JOB_ID": str(random.SystemRandom().randrange(10**6)),
         "SLURM_STEP_ID": "0",
@@ -390,7 +393,7 @@ def test_slurm_step(tmp_path):
         ]
         for task in tasks:
             assert task.wait(90).code == 0, task.text()
-    threads = min(2, available_cores())  # as many as the task asked for, not divided again
+    threads = min(2, available_cores())  # what the task asked for, not divided again
     assert shown(tmp_path) == [[True, r, r, 2, "cpu", threads] for r in range(2)]
 
 
@@ -420,7 +423,7 @@ def test_plain_python():
 
 
 @no_gpu
-def test_false_never_looks_at_the_environment(monkeypatch):
+def test_use_distributed_false_ignores_the_environment(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "broken", "SLURM_STEP_NUM_TASKS": "too"})
     assert initialize_ddp(use_distributed=False) == ALONE
     assert not _should_use_distributed(False)
@@ -430,7 +433,7 @@ def test_false_never_looks_at_the_environment(monkeypatch):
         _is_env_distributed()
 
 
-def test_true_without_a_launch():
+def test_use_distributed_true_without_a_launch_is_an_error():
     for call in (
         lambda: initialize_ddp(use_distributed=True),
         lambda: _should_use_distributed(True),
@@ -440,7 +443,7 @@ def test_true_without_a_launch():
 
 
 def test_world_of_one(monkeypatch):
-    """With None it is no group, with True it is; both under torchrun's variables."""
+    """With torchrun's variables for one rank, use_distributed=None opens no group, True does."""
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     master = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port())}
     monkeypatch.setattr(os, "environ", one | master)
@@ -466,14 +469,14 @@ def test_torch_without_distributed(monkeypatch):
     assert initialize_ddp() == initialize_ddp(**two, use_distributed=False) == ALONE
     assert open_group() is None
     cleanup_ddp()
-    for wanted in (None, True):  # two processes that write the same files are nobody's wish
+    for wanted in (None, True):  # otherwise two separate runs would write the same files
         with pytest.raises(RuntimeError, match=r"built without torch\.distributed"):
             initialize_ddp(**two, use_distributed=wanted)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_absent_ranks_and_what_is_left(rank):
-    """The error names who is missing and where; then the same address can be used at once."""
+def test_absent_ranks_are_named_and_the_address_is_free_again(rank):
+    """The error names the missing ranks and the master. Then the address is free again at once."""
     port = free_port()
     with no_group_left(), ExitStack() as stack:
         if rank == 1:
@@ -500,8 +503,8 @@ def test_unreachable_master(host, cause):
     assert f"{host}:{port}" in str(error.value)
 
 
-def test_a_master_that_takes_the_connection_and_says_nothing(tmp_path):
-    """Within the timeout an error with the address; and Ctrl-C is felt at once before it."""
+def test_a_master_that_accepts_the_connection_but_never_answers(tmp_path):
+    """The error names the address, soon after the timeout. Ctrl-C ends the wait earlier."""
     with socket.create_server((HOST, 0)) as silent, no_group_left():
         port = silent.getsockname()[1]
         started = time.monotonic()
@@ -521,7 +524,7 @@ initialize_ddp(rank=1, world_size=2, master_addr="{HOST}", master_port={port})
             assert running.wait(30).stderr.endswith("KeyboardInterrupt\n")
 
 
-def test_a_frozen_rank_0_is_no_endless_wait(tmp_path):
+def test_a_frozen_rank_0_does_not_block_the_others_forever(tmp_path):
     def join(port, folder):
         served, given_up = folder / "served", folder / "given up"
         if os.environ["RANK"] == "0":
@@ -545,8 +548,8 @@ def test_a_frozen_rank_0_is_no_endless_wait(tmp_path):
     assert awake and "the master does not answer (timeout 0:00:01)" in text
 
 
-def test_a_group_that_somebody_else_opened_in_a_slurm_step(tmp_path):
-    """The local rank is Slurm's, where its step is this very group."""
+def test_the_local_rank_in_a_slurm_step_if_other_code_opened_the_group(tmp_path):
+    """The local rank comes from Slurm if its step has the rank and the world size of the group."""
 
     def work(folder):
         rank = int(os.environ["RANK"])
@@ -556,19 +559,19 @@ def test_a_group_that_somebody_else_opened_in_a_slurm_step(tmp_path):
         step |= {"PROCID": rank, "LOCALID": 0, "NODEID": rank, "STEP_TASKS_PER_NODE": "1(x2)"}
         os.environ.update({f"SLURM_{name}": str(value) for name, value in step.items()})
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
-        found = [initialize_ddp().local_rank]
-        dist.barrier()  # a rank that left at once would cut off one that is still connecting
+        local_ranks = [initialize_ddp().local_rank]
+        dist.barrier()  # if one rank left now, it could cut off another that is still connecting
         cleanup_ddp()
-        os.environ["LOCAL_RANK"] = "5"  # a part of a set: no error, where nothing is launched
+        os.environ["LOCAL_RANK"] = "5"  # an incomplete set, which is no error in an open group
         dist.init_process_group("gloo", f"file://{folder}/again", rank=rank, world_size=2)
         dist.barrier()
-        return [*found, initialize_ddp().local_rank]
+        return [*local_ranks, initialize_ddp().local_rank]
 
     assert run_ranks(work, tmp_path, timeout=timedelta(seconds=60)) == [[0, 5], [0, 5]]
 
 
 def test_a_step_that_opens_the_group_too_late_closes_it():
-    """The main thread has raised meanwhile, so the step must end with an error of its own."""
+    """The main thread has already raised, so the step must end with an error of its own."""
     rendezvous = Rendezvous(LaunchInfo(launcher="torchrun", reason=""), SHORT)
     rendezvous.store = dist.HashStore()
     rendezvous.given_up.set()
@@ -577,7 +580,7 @@ def test_a_step_that_opens_the_group_too_late_closes_it():
 
 
 class CountingStore:
-    """A store that counts the values that it gives."""
+    """A store that counts the values that are read from it."""
 
     def __init__(self):
         self.store, self.values = dist.HashStore(), 0
@@ -590,8 +593,8 @@ class CountingStore:
         return self.store.multi_get(keys)
 
 
-def test_the_reports_of_all_ranks_are_few_values_for_the_store():
-    """If each rank read the report of every other rank, the store would give N² values."""
+def test_ranks_exchange_reports_with_few_reads_from_the_store():
+    """If each rank read the report of every other rank, the store would serve N² values."""
     ranks, store = 8, CountingStore()
 
     def exchange(rank):
@@ -603,12 +606,12 @@ def test_the_reports_of_all_ranks_are_few_values_for_the_store():
         return rendezvous.run("arrive", lambda: rendezvous.exchange(f"report {rank}"))
 
     with ThreadPoolExecutor(ranks) as pool:
-        found = list(pool.map(exchange, range(ranks)))
-    assert found == [[f"report {rank}" for rank in range(ranks)]] * ranks
+        exchanged = list(pool.map(exchange, range(ranks)))
+    assert exchanged == [[f"report {rank}" for rank in range(ranks)]] * ranks
     assert store.values == 2 * ranks
 
 
-def test_a_number_of_restarts_that_is_none_is_named(monkeypatch):
+def test_the_number_of_restarts_must_be_an_integer(monkeypatch):
     launch = LaunchInfo(launcher="torchrun", reason="")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "")
     refuse_unsafe_restarts(launch)
@@ -658,7 +661,10 @@ TWO = LaunchInfo(launcher="torchrun", reason="", rank=0, world_size=2, local_wor
 
 
 def test_ranks_agree_on_the_device():
-    """From each rank's GPU: one each is CUDA, anything else the CPU and one line, or an error."""
+    """If every rank has a GPU of its own, they use CUDA.
+
+    With some GPUs but too few, they use the CPU and warn in one line, or "nccl" is an error.
+    """
     assert _agree_on_device(TWO, ["", ""], None) == CPU
     assert _agree_on_device(TWO, ["a", "b"], "gloo") == CPU
     for gpus in (["a", "a"], ["", "a"]):
@@ -679,8 +685,8 @@ def test_device_that_is_not_there():
             assert _resolve_device(device) == CPU
 
 
-def test_a_rank_that_sees_one_gpu_has_its_index(monkeypatch):
-    """As under Slurm's --gpus-per-task=1; where all are visible, it is the local rank."""
+def test_a_rank_that_sees_only_its_own_gpu_uses_index_0(monkeypatch):
+    """As with Slurm's --gpus-per-task=1. If all GPUs are visible, the index is the local rank."""
     for count, index in ((1, 0), (4, 3)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
         assert _pick_device(3) == torch.device("cuda", index)
@@ -697,7 +703,7 @@ def test_first_host():
 
 @pytest.fixture
 def generators():
-    """Put the global generators back afterwards."""
+    """Restore the states of the global random number generators after the test."""
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
     yield
     torch.set_rng_state(states[0])
@@ -721,7 +727,7 @@ def test_seeds(generators):
 
 
 def test_seeds_are_the_same_in_every_process(generators):
-    """Written down, because a hash can differ from run to run and yet agree with itself."""
+    """Compare with fixed numbers, because a hash may differ between runs but agree within each."""
     assert drawn(2024, 3, 141) == (0.7090118509481602, 0.4332271932082037, 0.11704541460603202)
 
 

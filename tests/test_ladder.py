@@ -1,4 +1,4 @@
-"""The progression itself: short scripts, the same names in the same order, one idea a step."""
+"""The ladder of scripts: each is short, has the same names in the same order, and adds one idea."""
 
 import ast
 import subprocess
@@ -60,7 +60,7 @@ def test_a_step_changes_at_most_85_lines(before, after):
 
 
 def test_names_and_their_order():
-    """The tutorial series' names, in the same order in all four; a step only adds or renames."""
+    """All four have the tutorial series' names in the same order. A step only adds or renames."""
     assert definitions("single_gpu") == FIRST
     spawn = ["ddp_setup", *FIRST]
     assert definitions("multigpu_spawn") == spawn
@@ -88,7 +88,7 @@ def test_same_flags(tmp_path):
 
 
 @pytest.mark.parametrize("script", LADDER)
-def test_words(script):
+def test_no_gpu_id_and_no_fixed_port(script):
     """A rank is called a rank, and no port is fixed."""
     text = source(script)
     assert "gpu_id" not in text

@@ -1,4 +1,4 @@
-"""local_cluster.sh: what is up is a cluster, what is down is gone, and a mistake is one line."""
+"""local_cluster.sh: `up` starts a cluster, `down` leaves nothing behind, mistakes are one line."""
 
 import os
 import re
@@ -18,13 +18,13 @@ NOBODY = 65534
 
 
 def mounts():
-    """Return what is mounted, but for the clusters of other tests."""
+    """Return all mounts except those of clusters, because other tests may have one up."""
     lines = Path("/proc/self/mounts").read_text().splitlines()
     return [line for line in lines if "local-cluster-" not in line]
 
 
 def test_the_hosts(cluster, tmp_path):
-    """Two hosts with names and addresses of their own, where each task gets a GPU of its own."""
+    """Each of the two hosts has its own name and address, and each task gets its own GPU."""
     command = "test -c $GPU$SLURM_LOCALID && "
     command += "echo $(hostname) $(getent ahostsv4 node2 | head -n 1) $CUDA_VISIBLE_DEVICES"
     flags = [
@@ -40,7 +40,7 @@ def test_the_hosts(cluster, tmp_path):
 
 
 def test_up_twice_and_down_in_the_middle_of_a_job(tmp_path):
-    """Nothing is left then: no process, interface, mount, namespace or file; nor of its clients."""
+    """`down` leaves no process, interface, mount, namespace or file, and ends all its clients."""
     own = Cluster()
     mounted = mounts()
     assert own.do("down").code == 0 and own.do("status").code == 1
@@ -61,7 +61,7 @@ def test_up_twice_and_down_in_the_middle_of_a_job(tmp_path):
                 job.wait_for(host)
             shell.wait_for("in an allocation")
             assert own.do("down").code == 0
-            job.wait(timeout=5)  # of neither client a process is left
+            job.wait(timeout=5)  # neither client may leave a process behind
             shell.wait(timeout=5)
     finally:
         own.do("down")
@@ -73,7 +73,7 @@ def test_up_twice_and_down_in_the_middle_of_a_job(tmp_path):
 
 
 @pytest.mark.parametrize("daemon", ["controller", "node2"])
-def test_a_crash_is_mended_by_up(daemon, tmp_path):
+def test_up_repairs_a_cluster_after_a_crash(daemon, tmp_path):
     with Cluster() as own:
         os.kill(int((own.state / daemon / "pid").read_text()), signal.SIGKILL)
         started = own.do("up")
@@ -83,21 +83,21 @@ def test_a_crash_is_mended_by_up(daemon, tmp_path):
 
 
 def test_two_ups_at_once(tmp_path):
-    """The second waits for the first and finds it up; what the first has started lives on."""
+    """The second waits for the first and finds the cluster up, with the first one's daemons."""
     own = Cluster()
     try:
         with ThreadPoolExecutor(2) as pool:
             ended = list(pool.map(own.do, ["up", "up"]))
         assert [result.code for result in ended] == [0, 0], ended
-        begun = (own.state / "controller" / "log").read_text().count("Running as primary")
-        assert begun == 1
+        starts = (own.state / "controller" / "log").read_text().count("Running as primary")
+        assert starts == 1
         assert own.run("srun", "--nodes=2", "hostname", cwd=tmp_path).code == 0
     finally:
         own.do("down")
 
 
-def test_a_machine_where_nothing_in_run_may_be_executed():
-    """As Debian mounts it, and with the umask of a careful administrator."""
+def test_a_machine_that_mounts_run_with_noexec():
+    """Debian mounts /run with noexec. The umask is that of a careful administrator."""
     own = Cluster()
     script = f"""
         umask 077
@@ -119,14 +119,14 @@ def test_a_machine_where_nothing_in_run_may_be_executed():
     assert "\nran\n" in ended.stdout and ended.stdout.splitlines()[-1].startswith(own.name)
 
 
-def test_the_users_own_questions_to_slurm_are_not_asked(cluster):
-    """Variables like these answer for sinfo; a cluster that looked down would be made anew."""
+def test_the_users_slurm_variables_are_ignored(cluster):
+    """They change what sinfo reports. If a cluster then looked down, `up` would build it again."""
     theirs = {"SINFO_PARTITION": "gpu", "SLURM_CLUSTERS": "theirs"}
     assert cluster.do("status", env=theirs).code == 0
 
 
-def test_an_interface_of_that_name(cluster):
-    """It is somebody else's: nothing is made, and nothing of theirs is deleted."""
+def test_an_interface_with_the_clusters_name(cluster):
+    """The interface is somebody else's: `up` creates nothing, and `down` does not delete it."""
     other = Cluster()
     subprocess.run(["ip", "link", "add", other.name, "type", "veth"], check=True)
     try:
@@ -138,7 +138,7 @@ def test_an_interface_of_that_name(cluster):
 
 
 def test_a_network_that_is_in_use(cluster, tmp_path):
-    """A second cluster in the first one's network is refused, and the first lives on."""
+    """A second cluster in the first one's network is refused, and the first keeps working."""
     second = Cluster()
     second.net = cluster.net
     ended = second.do("up")
@@ -148,7 +148,7 @@ def test_a_network_that_is_in_use(cluster, tmp_path):
     assert cluster.run("srun", "--nodes=2", "hostname", cwd=tmp_path).code == 0
 
 
-def test_up_that_fails_leaves_nothing():
+def test_a_failed_up_leaves_nothing_behind():
     own = Cluster()
     own.net = "999.1.1"
     ended = own.do("up")
@@ -175,7 +175,7 @@ def test_a_mistake_is_one_line(name, net, verb, line):
 
 
 def test_without_root_it_says_what_to_do(cluster):
-    """And one that is up already can be used: its jobs run as the user who submits them."""
+    """Without root you can still use a running cluster. Jobs run as the user who submits them."""
 
     def as_nobody(*command, **env):
         return subprocess.run(
@@ -199,7 +199,7 @@ def test_without_root_it_says_what_to_do(cluster):
     assert ended.stdout.split() == [str(NOBODY)] * 2, ended.stderr
 
 
-def test_without_its_packages_it_names_them():
+def test_missing_packages_are_named():
     hidden = 'mount -t tmpfs none /usr/sbin && exec "$@"'
     ended = subprocess.run(
         ["unshare", "--mount", "bash", "-c", hidden, "x", LOCAL_CLUSTER, "up"],
@@ -215,7 +215,7 @@ def test_without_its_packages_it_names_them():
 
 @pytest.mark.parametrize("meet", ["static", "c10d"])
 def test_torchrun_on_two_hosts_without_slurm(cluster, tmp_path, tmp_path_factory, meet):
-    """As the guides start it, a torchrun on each host, in either way to meet."""
+    """Start a torchrun on each host, as the guides do, with a static or a c10d rendezvous."""
     flags = {
         "static": "--node-rank={node} --master-addr=node1 --master-port=29600",
         "c10d": "--rdzv-backend=c10d --rdzv-endpoint=node1:29601 --rdzv-id=two",
@@ -240,6 +240,6 @@ def test_torchrun_on_two_hosts_without_slurm(cluster, tmp_path, tmp_path_factory
     written = [
         tmp_path / str(node) for node in (0, 1) if (tmp_path / str(node) / "snapshot.pt").exists()
     ]
-    assert len(written) == 1  # by rank 0 alone
+    assert len(written) == 1  # only rank 0 writes it
     references = tmp_path_factory.mktemp("references")
     assert_close(weights(written[0]), one_process(references, 128, 3))

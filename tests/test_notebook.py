@@ -1,4 +1,4 @@
-"""What starts processes works in a notebook's kernel, with what its cells define."""
+"""In a notebook's kernel, cells can start processes that run functions defined in the cells."""
 
 import sys
 

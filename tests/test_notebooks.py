@@ -1,4 +1,4 @@
-"""The notebooks keep their form: paired, executed, short, every hunk and figure explained."""
+"""The notebooks are paired, executed and short, and explain every hunk and figure."""
 
 import json
 import os
@@ -17,7 +17,8 @@ import ddp_ref
 
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(source.stem for source in FOLDER.glob("[0-9][0-9]_*.md"))
-# Cells whose output is not compared: what py-spy says, if it is there; text that a model wrote.
+# How many cells of a chapter have an output that is not compared. In 12, py-spy prints it, if it is
+# installed. In 15, a model wrote it.
 IGNORED = {"12": 1, "15": 1}
 DIFFS = {
     "02": ("single_gpu.py", "multigpu_spawn.py"),
@@ -47,12 +48,12 @@ def text_of(cells, kind):
     return "\n\n".join(cell.source for cell in cells if cell.cell_type == kind)
 
 
-def test_all_are_there():
+def test_all_17_chapters_are_there():
     assert [name[:2] for name in NAMES] == [f"{number:02}" for number in range(17)]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_pair_is_one(name):
+def test_the_notebook_matches_its_source(name):
     """`make notebooks` was run after the last edit of the source."""
     source = jupytext.read(FOLDER / f"{name}.md")
     pair = [
@@ -63,7 +64,7 @@ def test_the_pair_is_one(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_executed_in_order(name):
+def test_cells_were_executed_in_order_without_errors(name):
     counts = [cell.execution_count for cell in code_cells(name)]
     assert counts == list(range(1, len(counts) + 1))
     outputs = [output for cell in code_cells(name) for output in cell.outputs]
@@ -71,7 +72,7 @@ def test_executed_in_order(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_short(name):
+def test_a_chapter_and_its_cells_are_short(name):
     cells = executed(name).cells
     assert len(cells) <= 42  # 02 explains eleven hunks, each in a cell of its own
     long = [cell.source for cell in code_cells(name) if len(cell.source.splitlines()) > 15]
@@ -79,8 +80,8 @@ def test_short(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_lesson_is_whole(name):
-    """A prediction that is compared, a figure, a proof, and an exercise."""
+def test_a_chapter_has_all_parts_of_a_lesson(name):
+    """The parts are a guess that is compared, a figure, an assert and an exercise."""
     code = text_of(code_cells(name), "code")
     for needed in ("guess = None", "reveal(guess", "show_figure(", "return NotImplemented"):
         assert needed in code, f"no {needed}"
@@ -89,8 +90,8 @@ def test_the_lesson_is_whole(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_frame_of_a_chapter(name):
-    """A card at the top, three things to remember, and where to go from here."""
+def test_a_chapter_begins_and_ends_like_all_others(name):
+    """It has a card at the top, three things to remember, and links to what comes next."""
     text = text_of(executed(name).cells, "markdown")
     rows = re.match(r"# \d\d .+\n\n\| \| \|\n\|---\|---\|\n((?:\|.+\|\n)+)", text)
     assert rows, "no card under the title"
@@ -105,7 +106,7 @@ def test_the_frame_of_a_chapter(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_figures_have_a_text(name):
+def test_figures_have_an_alternative_text(name):
     figures = [
         output
         for cell in code_cells(name)
@@ -118,8 +119,8 @@ def test_figures_have_a_text(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_exercises_are_not_yet_done_and_their_solutions_folded(name):
-    """Stub, check, and a folded text with the solution, which test_exercises.py runs."""
+def test_exercises_are_not_yet_done_and_their_solutions_are_folded(name):
+    """After each stub come its check and a folded solution, which test_exercises.py runs."""
     cells = executed(name).cells
     stubs = [n for n, cell in enumerate(cells) if "return NotImplemented" in cell.source]
     assert stubs
@@ -135,15 +136,15 @@ def test_exercises_are_not_yet_done_and_their_solutions_folded(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cells_that_only_draw_or_check_are_folded(name):
-    """In JupyterLab by one key and on the site by a tag: a folded cell has both."""
+    """JupyterLab folds a cell by a metadata key, and the site by a tag. A folded cell has both."""
     for cell in code_cells(name):
         is_folded = "hide-input" in cell.metadata.get("tags", [])
         assert cell.metadata.get("jupyter", {}).get("source_hidden", False) == is_folded
 
 
 @pytest.mark.parametrize("number", DIFFS)
-def test_every_hunk_has_its_paragraph(number):
-    """A paragraph names something that its hunk changes; all hunks are shown."""
+def test_every_hunk_has_a_paragraph_about_it(number):
+    """A paragraph names something that its hunk changes. All hunks are shown."""
     name = chapter(number)
     cells, hunks = executed(name).cells, len(find_hunks(*DIFFS[number]))
     paragraphs = re.findall(
@@ -171,7 +172,7 @@ def test_every_hunk_has_its_paragraph(number):
 
 @pytest.mark.parametrize("number", SCRIPTS)
 def test_the_script_is_included_and_run(number):
-    """At the end of a chapter: the whole script, folded, and the command that runs it."""
+    """A chapter shows the whole script at its end, and has a cell that runs the script."""
     name = chapter(number)
     last = text_of(code_cells(name)[-3:], "code")
     assert f'show_script("{SCRIPTS[number]}")' in last
@@ -198,26 +199,26 @@ def test_one_switch_shows_the_gpus_to_the_chapters(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_every_part_of_the_package_is_named():
+def test_chapter_14_names_everything_that_the_package_exports():
     text = text_of(executed(chapter("14")).cells, "markdown")
     named = set(re.findall(r"`(\w+)", text))  # `Handler.train` names Handler
     assert not set(ddp_ref.__all__) - named
 
 
-def test_outputs_that_are_not_compared():
+def test_only_the_listed_outputs_are_not_compared():
     counted = {
         name[:2]: sum("nbval-ignore-output" in c.metadata.get("tags", []) for c in code_cells(name))
         for name in NAMES
     }
     assert {number: count for number, count in counted.items() if count} == IGNORED
-    for name in NAMES:  # nor by another way
+    for name in NAMES:  # and there is no other way to leave out an output
         tags = {tag for cell in code_cells(name) for tag in cell.metadata.get("tags", [])}
         assert tags <= {"hide-input", "nbval-ignore-output"}
         assert "NBVAL_" not in text_of(code_cells(name), "code")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_of_this_machine_is_in_it(name):
+def test_outputs_have_no_path_of_this_machine(name):
     outputs = json.dumps([cell.outputs for cell in code_cells(name)])
     assert str(ROOT) not in outputs and str(Path.home()) + "/" not in outputs
     assert "site-packages" not in outputs or str(Path(sys.prefix)) not in outputs

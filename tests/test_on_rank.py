@@ -1,4 +1,4 @@
-"""on_rank and rank_first: the contract, on real ranks, in one process, and at decoration."""
+"""The contract of on_rank and rank_first: on real ranks, in one process, and at decoration."""
 
 import functools
 import inspect
@@ -50,7 +50,7 @@ def alone(request, tmp_path):
         dist.destroy_process_group()
 
 
-def test_alone_it_is_the_function(alone):
+def test_alone_on_rank_just_calls_the_function(alone):
     @on_rank(0, True, broadcast=True, max_wait=timedelta(seconds=1))
     def double(x, *, plus=0):
         return 2 * x + plus
@@ -61,7 +61,7 @@ def test_alone_it_is_the_function(alone):
         assert double(1) == 2
 
 
-def test_alone_an_exception_is_as_it_was(alone):
+def test_alone_an_exception_stays_unchanged(alone):
     class Local(Exception):
         pass
 
@@ -82,7 +82,7 @@ def test_alone_another_rank_is_outside_the_world(alone, rank):
         on_rank(rank)(lambda: None)()
 
 
-def test_it_keeps_name_signature_and_docstring():
+def test_the_decorated_function_keeps_its_name_signature_and_docstring():
     @on_rank(0)
     def save(model, path: str = "model.pt", *, force: bool = False) -> int:
         """Save it."""
@@ -107,14 +107,14 @@ async def async_generator():
 
 
 @pytest.mark.parametrize("func", [generator, coroutine, async_generator])
-def test_what_runs_after_its_call_is_refused(func):
+def test_a_function_whose_body_runs_after_the_call_is_refused(func):
     with pytest.raises(TypeError, match=f"cannot wrap the .* function .*{func.__name__}"):
         on_rank(0)(func)
     with pytest.raises(TypeError, match="function"):
         on_rank(0)(functools.partial(func))
 
 
-def test_an_object_that_is_called_like_a_generator_is_refused():
+def test_an_object_whose_call_is_a_generator_is_refused():
     class Job:
         def __call__(self):
             yield
@@ -135,7 +135,7 @@ def test_a_rank_is_an_integer(rank):
         on_rank(rank)
 
 
-def test_a_barrier_of_all_nodes_is_not_for_local_calls():
+def test_a_local_call_cannot_have_a_barrier_of_all_nodes():
     """A node without the listed local rank would skip the barrier that the others wait at."""
     with pytest.raises(ValueError, match="choose one"):
         on_rank(0, True, local=True)
@@ -148,7 +148,7 @@ def test_max_wait_is_a_timedelta():
         on_rank(0, max_wait=timedelta(0))
 
 
-def test_a_rank_that_cannot_take_what_was_sent_says_so():
+def test_a_rank_without_memory_for_a_result_says_so():
     def work():
         initialize_ddp()
         if dist.get_rank() == 1:
@@ -163,7 +163,7 @@ def test_a_rank_that_cannot_take_what_was_sent_says_so():
         run_ranks(work, timeout=timedelta(seconds=60))
 
 
-def test_an_exception_is_pickled_once():
+def test_the_first_pickler_that_keeps_the_exceptions_type_is_used():
     dumps = [pickle.dumps, lambda error: pytest.fail("pickle has done it")]
     error = unpack_exception(pack_exception(ValueError("no"), dumps), "rank 1")
     assert type(error) is ValueError and str(error) == "no"
@@ -182,7 +182,7 @@ class Calling(torch.utils.data.Dataset):
         return self.call()
 
 
-def test_a_fork_of_a_rank_leaves_the_group_to_the_rank():
+def test_cleanup_in_a_process_forked_from_a_rank_leaves_the_group_open():
     def work():
         info = initialize_ddp()
         if not (pid := os.fork()):
@@ -194,8 +194,8 @@ def test_a_fork_of_a_rank_leaves_the_group_to_the_rank():
     assert run_ranks(work, timeout=timedelta(seconds=60)) == [(0, 2.0, 2)] * 2
 
 
-def test_a_process_forked_from_a_rank_is_told_so():
-    """Its sockets are the rank's, so a call would wait until the timeout."""
+def test_a_call_in_a_process_forked_from_a_rank_is_an_error():
+    """It shares the rank's sockets, so a call would wait until the timeout."""
 
     def work():
         initialize_ddp()
@@ -255,7 +255,7 @@ for other_node, local_rank, start in starts:
     if other_node == node and local_rank > 0:
         assert start > next(t for n, r, t in starts if (n, r) == (node, 0)) + 0.29
 
-assert on_rank(0, broadcast=True)(where)() == (0, 0)  # everybody is still in step
+assert on_rank(0, broadcast=True)(where)() == (0, 0)  # all ranks are still in the same call
 for wrong in (max(sizes), -1):
     try:
         on_rank(wrong, local=True)(where)()

@@ -1,4 +1,4 @@
-"""ParallelExecutor, parallelize_on_gpus: one result a device, workers that live on, none left."""
+"""ParallelExecutor, parallelize_on_gpus: a result per device, workers reused and never leaked."""
 
 import functools
 import gc
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def _executor(*args, **kwargs) -> ParallelExecutor:
-    """Return an executor, on the CPU too: what is said of that is another test's matter."""
+    """Return an executor without the warning about CPU workers, which has a test of its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ParallelExecutor(*args, **kwargs)
@@ -41,9 +41,9 @@ def _pids(executor: ParallelExecutor) -> list[int]:
 
 @pytest.fixture(scope="module")
 def two():
-    """Two workers on the CPU, shared by the tests that kill none."""
+    """Return an executor with two CPU workers. The tests that kill no worker share it."""
     with pytest.MonkeyPatch.context() as patch, _executor_without_cuda(patch) as executor:
-        _pids(executor)  # start them here: the leak check looks at what a test starts
+        _pids(executor)  # start the workers now: no_leaks fails a test that starts them
         yield executor
 
 
@@ -52,16 +52,16 @@ def _executor_without_cuda(patch: pytest.MonkeyPatch) -> ParallelExecutor:
     return _executor(2)
 
 
-def test_results_come_back_as_they_went_in_device_order(two):
+def test_results_come_back_intact_and_in_device_order(two):
     def work(device, data, *, scale):
-        grows = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
         whole = torch.zeros(6)
-        made = grows * 2
+        made = weight * 2
         made.sum().backward()
         return {
             "made": made,
             "worker": os.environ.get("OMP_NUM_THREADS"),
-            "nested": [Point((data.to(device) * scale, grows), {"set": {1}}), None],
+            "nested": [Point((data.to(device) * scale, weight), {"set": {1}}), None],
             "array": np.arange(6).reshape(2, 3),
             "view": torch.arange(1e7)[-2:],
             "leaf": torch.ones(3, requires_grad=True)[:2],
@@ -71,18 +71,18 @@ def test_results_come_back_as_they_went_in_device_order(two):
     results = two.run(work, torch.tensor([1, 2, 3]), scale=2)
     assert len(results) == len(two.devices) == 2
     for result in results:
-        (data, grows), rest = result["nested"][0]
+        (data, weight), rest = result["nested"][0]
         assert type(result["nested"][0]) is Point and rest == {"set": {1}}
         assert data.dtype == torch.int64 and data.tolist() == [2, 4, 6]
-        assert (grows.dtype, grows.shape, grows.requires_grad) == (torch.bfloat16, (2, 3), True)
-        assert grows.grad is None and result["made"].grad_fn is None
+        assert (weight.dtype, weight.shape, weight.requires_grad) == (torch.bfloat16, (2, 3), True)
+        assert weight.grad is None and result["made"].grad_fn is None
         assert result["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
         assert result["leaf"].requires_grad and not result["view"].requires_grad
         whole, matrix = result["shared"]
         whole[5] = 1
         assert matrix[1, 2] == 1
         assert result["view"].tolist() == [9999998.0, 9999999.0]
-        assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB that it is part of
+        assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB of the whole tensor
     pids = _pids(two)
     assert len({*pids, os.getpid()}) == 3
 
@@ -118,7 +118,7 @@ class Model:
         (functools.partial(lambda device, one, two: (str(device), one * two), two=1), (1,), {}),
     ],
 )
-def test_the_device_goes_where_the_function_names_it(two, func, args, kwargs):
+def test_the_device_fills_the_parameter_named_device(two, func, args, kwargs):
     assert two.run(func, *args, **kwargs) == [("cpu", 1)] * 2
 
 
@@ -174,9 +174,9 @@ def test_a_result_that_cannot_be_unpickled_names_its_worker(two):
 
 
 def test_an_exception_is_freed_without_the_garbage_collector(two):
-    """A cycle would keep the results of the other devices, and their memory."""
+    """A reference cycle would keep the results of the other devices in memory."""
 
-    class Local(ValueError):  # unlike its base, it takes weak references
+    class Local(ValueError):  # unlike ValueError, it can have weak references
         pass
 
     def fail(device):
@@ -198,7 +198,7 @@ def test_an_executor_that_is_dropped_leaves_neither_process_nor_thread():
     (pid,) = _pids(executor)
     (thread,) = set(threading.enumerate()) - threads
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of subprocess, that it still runs
+        warnings.simplefilter("ignore", ResourceWarning)  # subprocess warns that it still runs
         del executor
         gc.collect()
     with suppress(ChildProcessError):  # Popen may already have collected its exit code
@@ -211,9 +211,9 @@ def test_an_executor_that_is_dropped_leaves_neither_process_nor_thread():
     ("device", "gpus", "arrives"),
     [
         ("cpu", 2, "cpu"),
-        ("cuda", 2, "cuda"),  # an argument: on a worker's own GPU, which is its current one
-        ("cuda", 0, "cpu"),  # an argument of a rank that sees no GPU
-        ("cuda:1", 2, "cuda:1"),  # a result stays where it was
+        ("cuda", 2, "cuda"),  # an argument arrives on the worker's own GPU, the current one
+        ("cuda", 0, "cpu"),  # an argument arrives on a rank that sees no GPU
+        ("cuda:1", 2, "cuda:1"),  # a result keeps its GPU
         ("cuda:1", 1, "cpu"),  # a result from a GPU that is not visible here
     ],
 )
@@ -226,7 +226,7 @@ def test_where_a_tensor_arrives(device, gpus, arrives, monkeypatch):
 
 
 def test_an_argument_goes_to_the_current_gpu_and_a_result_to_its_own(monkeypatch):
-    """Where pickle is told that the memory of each tensor arrives."""
+    """A result is pickled for the device of each tensor, an argument for the current device."""
     sent = []
 
     def reduce_storage(storage, device=None):
@@ -245,9 +245,9 @@ def test_a_dead_worker_is_named_and_replaced(tmp_path):
     def die(device, kind):
         marker = tmp_path / kind
         marker.with_name(f"{kind}-{os.getpid()}").touch()
-        if len(list(tmp_path.glob(f"{kind}-*"))) == 2:  # the second to come here
+        if len(list(tmp_path.glob(f"{kind}-*"))) == 2:  # this is the second worker to come here
             os.kill(os.getpid(), signal.SIGKILL) if kind == "SIGKILL" else os._exit(3)
-        os.system("sleep 1000")  # a child that must not be left either
+        os.system("sleep 1000")  # a child that must not be left behind either
 
     ends = {
         "SIGKILL": "was killed by SIGKILL: did it run out of memory",
@@ -290,7 +290,7 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch):
         ParallelExecutor(2)
 
 
-def test_the_decorator_without_its_call_is_refused():
+def test_the_decorator_without_parentheses_is_refused():
     with pytest.raises(ValueError, match="num_gpus must be None or an integer"):
 
         @parallelize_on_gpus
@@ -323,7 +323,7 @@ def test_data_parallel_runs_the_whole_batch_without_cuda():
 
 
 def test_data_parallel_takes_a_module_and_a_function(monkeypatch):
-    """A module cannot be another module's `forward`; DataParallel itself needs GPUs."""
+    """A module cannot be another module's `forward`. DataParallel is replaced: it needs GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.nn, "DataParallel", lambda module: module)
     linear, batch = torch.nn.Linear(3, 2), torch.randn(8, 3)
@@ -430,7 +430,7 @@ def _wait_until_busy(running: Running, folder: Path) -> None:
 def test_an_interrupt_ends_the_call_and_the_executor_can_be_used_again(tmp_path, whole_group):
     lines = ["try:", "    executor.run(work)", "except KeyboardInterrupt:", "    print('felt')"]
     again = ["print(executor.run(lambda device: 'again'))"]
-    with _start(tmp_path, *lines, *again) as running:  # never closed: its exit ends the workers
+    with _start(tmp_path, *lines, *again) as running:  # no close(): the exit ends the workers
         _wait_until_busy(running, tmp_path)
         pid = running.process.pid
         os.killpg(pid, signal.SIGINT) if whole_group else os.kill(pid, signal.SIGINT)
@@ -457,7 +457,7 @@ def test_calls_from_two_threads_take_turns(two):
         assert [call.result(60) for call in calls] == [[number] * 2 for number in range(40)]
 
 
-def test_closed_during_a_call_it_raises_and_can_be_used_again():
+def test_an_executor_closed_during_a_call_raises_and_can_be_used_again():
     with _executor(1, pass_device=False) as executor:
         executor.run(abs, 1)
         closing = threading.Timer(0.5, executor.close)
@@ -470,21 +470,21 @@ def test_closed_during_a_call_it_raises_and_can_be_used_again():
 
 @on_cpu
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12+
-def test_a_forked_process_makes_its_own(two):
-    """It would talk to the parent's workers, in the middle of the parent's calls."""
+def test_a_forked_process_needs_its_own_executor(two):
+    """With the parent's executor, a fork could talk to its workers in the middle of a call."""
     pids = _pids(two)
-    said, says = os.pipe()
+    reader, writer = os.pipe()
     child = os.fork()
     if not child:
         try:
             two.close()
             two.run(abs, 1)
         except RuntimeError as error:
-            os.write(says, str(error).encode())
+            os.write(writer, str(error).encode())
         finally:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert "create one here" in os.read(said, 1000).decode()
-    os.close(said)
-    os.close(says)
-    assert _pids(two) == pids  # they are still there for the parent
+    assert "create one here" in os.read(reader, 1000).decode()
+    os.close(reader)
+    os.close(writer)
+    assert _pids(two) == pids  # the parent's workers are still there

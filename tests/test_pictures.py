@@ -51,8 +51,8 @@ def test_a_picture_fits_a_narrow_screen(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
-def test_a_picture_needs_nothing_else(path: Path) -> None:
-    """No script, no link and no file or font from elsewhere."""
+def test_a_picture_is_self_contained(path: Path) -> None:
+    """It has no script and no link, and it loads no file or font from elsewhere."""
     root = ElementTree.parse(path).getroot()
     assert not {element.tag.removeprefix(SVG) for element in root.iter()} & UNSAFE_TAGS
     for element in root.iter():
@@ -67,7 +67,7 @@ def test_a_picture_needs_nothing_else(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_a_picture_has_two_colour_schemes(path: Path) -> None:
-    """Panel, text and lines change together; what has a colour of the palette keeps it."""
+    """The panel and the text change with the scheme. A colour of the palette stays the same."""
     root = ElementTree.parse(path).getroot()
     light, found, dark = styles(root).partition("@media (prefers-color-scheme: dark)")
     assert found

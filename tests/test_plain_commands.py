@@ -1,4 +1,4 @@
-"""pytest works as a reader types it, without flags of ours."""
+"""pytest works as a reader types it, without any flags of our make targets."""
 
 import re
 import sys
@@ -28,7 +28,7 @@ def test_long_tests_are_left_out_and_named_files_are_not(tmp_path):
 
 
 def test_a_notebook_runs_in_the_order_of_its_cells(tmp_path):
-    """The others run under `make test-notebooks`."""
+    """`make test-notebooks` runs the other notebooks."""
     notebook = ROOT / "notebooks/00_what_ddp_is.ipynb"
     ended = run(*PYTEST, "--nbval", notebook, cwd=tmp_path, timeout=280)
     assert ended.code == 0 and " passed" in ended.stdout, ended.stdout

@@ -1,4 +1,4 @@
-"""The page "Plan a run": its formulas, the page in a browser, and a prediction against a run."""
+"""The page "Plan a run": its formulas, the page in a browser, and a prediction of a real run."""
 
 import inspect
 import itertools
@@ -43,14 +43,14 @@ GRID = {  # the values of each argument
 
 
 def as_json(value):
-    """Return a result or an argument as JavaScript has it."""
+    """Return a result or an argument as JavaScript represents it."""
     if hasattr(value, "_asdict"):
         return value._asdict()
     return list(value) if isinstance(value, tuple) else value
 
 
 def same(left, right):
-    """Tell whether two results agree to 1e-9, relative."""
+    """Return whether two results agree, to a relative 1e-9."""
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, list):
@@ -60,7 +60,7 @@ def same(left, right):
 
 @pytest.fixture
 def model(browser):
-    """Return a page with the formulas, and nothing else."""
+    """Return a browser page with only the formulas."""
     page = browser.new_page()
     page.add_script_tag(path=MODEL)
     return page
@@ -72,7 +72,7 @@ def test_every_formula_is_compared(model):
 
 
 @pytest.mark.parametrize("name", GRID)
-def test_a_formula_is_that_of_python(model, name):
+def test_each_formula_agrees_with_python(model, name):
     function, cases = getattr(cost_model, name), list(itertools.product(*GRID[name]))
     assert len(GRID[name]) == len(inspect.signature(function).parameters)
     call = f"cases => cases.map(arguments => costModel.{name}(...arguments))"
@@ -82,13 +82,13 @@ def test_a_formula_is_that_of_python(model, name):
     assert [pair for pair in pairs if not same(*pair[1:])] == []
 
 
-def test_the_choices_are_those_of_python(model):
+def test_the_choices_agree_with_python(model):
     choices = model.evaluate("[costModel.PRECISIONS, costModel.OPTIMIZERS, costModel.STRATEGIES]")
     precisions = {name: as_json(value) for name, value in cost_model.PRECISIONS.items()}
     assert choices == [precisions, cost_model.OPTIMIZERS, list(cost_model.STRATEGIES)]
 
 
-def test_the_colours_are_those_of_the_palette():
+def test_the_colours_agree_with_the_palette():
     colours = dict(re.findall(r"(\w+): \"(#\w{6})\"", PAGE.read_text()))
     process = {n: getattr(palette, n.upper()) for n in ("compute", "communicate", "wait")}
     assert colours == process | palette.MEMORY
@@ -102,7 +102,7 @@ def test_the_page_works_from_a_file():
 
 @pytest.fixture(params=["light", "dark"])
 def planner(site, browser, request):
-    """Open the page on a narrow telephone; its console must stay silent to the end."""
+    """Open the page on a narrow phone. During the test, nothing may appear in its console."""
     size = {"width": 360, "height": 740}
     page = browser.new_page(viewport=size, color_scheme=request.param)
     messages = []
@@ -190,7 +190,7 @@ def test_times_have_a_unit_that_suits_them(planner, forward, shown):
 
 
 def test_the_timeline_shows_what_stays_exposed(planner):
-    """The orange bars end where the step ends, and the gray one is what comes after backward."""
+    """The orange bars end where the step ends, and the gray bar is the time after backward."""
     field(planner, "Start from").select_option("4 nodes at 25 Gb/s")
     boxes = "bars => bars.map(bar => bar.getBBox()).map(box => [box.x, box.x + box.width])"
     buckets = planner.locator("rect.bucket").evaluate_all(boxes)
@@ -198,7 +198,7 @@ def test_the_timeline_shows_what_stays_exposed(planner):
     compute = planner.locator("rect.compute").evaluate_all(boxes)
     end = compute[-1][1]
     assert len(buckets) == 16 and len(compute) == 2
-    # The network is slower than backward: it starts with the first bucket, and never stops.
+    # The network is slower than backward: it starts with the first bucket, and never pauses.
     ready = compute[1][0] + (end - compute[1][0]) / 16
     buckets.sort()
     assert buckets[0][0] == pytest.approx(ready, abs=0.5)

@@ -19,14 +19,14 @@ def fences(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_fence_is_a_part_of_a_client_that_is_tested(page):
+def test_each_fence_is_a_part_of_a_tested_client(page):
     parts = [(name, code) for name, code in fences(page) if name != "yours.py"]
     assert len(parts) >= 2
     for name, code in parts:
         assert f"\n{code}" in (ROOT / name).read_text(), f"{page.name}: not in {name}:\n{code}"
 
 
-def test_what_the_reader_has_is_python():
+def test_the_readers_own_code_is_python():
     for _, code in (fence for fence in fences(PAGES[0]) if fence[0] == "yours.py"):
         ast.parse(textwrap.dedent(code))
 
@@ -40,6 +40,6 @@ def test_every_client_is_shown():
 
 def test_pytest_leaves_the_clients_out(tmp_path):
     command = [sys.executable, "-m", "pytest", "-n", "0", "--collect-only", CLIENTS]
-    ended = run(*command, cwd=tmp_path, env={FRESH: "1"})  # it collects only, and forks nothing
+    ended = run(*command, cwd=tmp_path, env={FRESH: "1"})  # it only collects, and needs no template
     assert ended.code == 5, ended.stdout
     assert "make test-clients" in ended.stdout and "no tests collected" in ended.stdout

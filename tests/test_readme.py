@@ -1,6 +1,6 @@
-"""What the README says is so: the ladder's numbers, its commands, its sample output.
+"""The README is right about the ladder's numbers, the commands and the sample output.
 
-So is the table of names at the top of the reference.
+The table of names at the top of the reference is complete.
 """
 
 import re
@@ -24,7 +24,7 @@ def test_lines_changed(before, after):
     assert f"| +{added} -{removed} |" in row
 
 
-def test_files_named_exist():
+def test_the_files_that_it_names_exist():
     linked = re.findall(r"\]\((?!https:)([^)#]+)", README)
     paths = [ROOT / path for path in linked + re.findall(r"`((?:tests|scripts)/[\w./]+)`", README)]
     assert len(paths) >= 8
@@ -45,7 +45,7 @@ def test_make_targets_exist(tmp_path):
 
 
 def test_a_clone_is_small(tmp_path):
-    """No file is above 1 MiB: a picture or a stored output that large belongs to a build."""
+    """No file is larger than 1 MiB: a picture or a stored output that large should be built."""
     listed = run("git", "-C", ROOT, "ls-files", "-z", cwd=tmp_path)
     if listed.code:
         pytest.skip(f"not a checkout: {listed.stderr}")
@@ -55,11 +55,11 @@ def test_a_clone_is_small(tmp_path):
 
 
 TARGET = re.compile(r"^\| `make ([a-z-]+)` \| (.+) \|$", re.MULTILINE)
-STRICT = "src/ddp_ref/[!h]*.py"  # make shows the files
+STRICT = "src/ddp_ref/[!h]*.py"  # the pages show this pattern, and make the files
 
 
 def what_make_runs(target, folder):
-    """Return the commands of a target, as somebody types them in the activated environment."""
+    """Return the commands of a target, as you would type them in the activated environment."""
     command = ["make", "-C", ROOT, "--dry-run", "--always-make", "--silent", target]
     printed = run(
         *command, "TORCH=2.8.0" if target == "test-torch" else "TORCH=", cwd=folder
@@ -68,8 +68,8 @@ def what_make_runs(target, folder):
     return " ".join(printed.replace("--quiet --disable-pip-version-check", "").split())
 
 
-def test_the_command_under_each_target(tmp_path):
-    """The tables for machines without make have what make would run, and name every target."""
+def test_the_tables_show_the_commands_of_each_target(tmp_path):
+    """The tables for machines without make show what make would run, and name every target."""
     targets = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     of_readme = TARGET.findall(README)
     of_page = TARGET.findall((ROOT / "docs" / "platforms.md").read_text())
@@ -93,11 +93,11 @@ def test_the_reference_begins_with_all_names():
     assert set(names) == set(ddp_ref.__all__) - {
         "DistInfo",
         "LaunchInfo",
-    }  # what two of them return
+    }  # two of the functions return these
 
 
 def test_the_first_command_prints_what_the_readme_shows(tmp_path):
-    """`make run-multigpu`, here with its checkpoint elsewhere; the last digits may differ."""
+    """Run `make run-multigpu` with its checkpoint elsewhere. The last digits may differ."""
     shown = re.search(r"\$ make run-multigpu\n(.*?)\$ make test", README, re.DOTALL)
     assert shown
     flags = f"ARGS=--checkpoint={tmp_path / 'checkpoint.pt'}"
@@ -118,14 +118,14 @@ def test_the_first_command_prints_what_the_readme_shows(tmp_path):
     assert printed[-1].startswith("epoch 20 | saved ")
 
 
-def test_the_pins_are_also_for_the_oldest_python():
-    """What is installed here, at a version that Python 3.10 would get as well."""
+def test_the_pins_suit_the_oldest_python_too():
+    """Each pinned version that is installed here can be installed with Python 3.10, too."""
     oldest = "3.10"
     assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text()
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     for pin in [Requirement(line) for line in lines if not line.startswith("#")]:
         if pin.marker and not pin.marker.evaluate({"python_version": oldest}):
             continue
-        found = [one for one in distributions(name=pin.name) if one.version in pin.specifier]
-        for wants in [one.metadata.get("Requires-Python") or "" for one in found]:
-            assert f"{oldest}.99" in SpecifierSet(wants), f"{pin} needs Python {wants}"
+        installed = [d for d in distributions(name=pin.name) if d.version in pin.specifier]
+        for needed in [d.metadata.get("Requires-Python") or "" for d in installed]:
+            assert f"{oldest}.99" in SpecifierSet(needed), f"{pin} needs Python {needed}"

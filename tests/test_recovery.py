@@ -1,4 +1,4 @@
-"""A rank is killed under torchrun; the run goes on from the snapshot and loses nothing."""
+"""A rank is killed under torchrun. The run resumes from the snapshot and loses nothing."""
 
 import os
 import re
@@ -30,7 +30,7 @@ def epochs_trained(text):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """Return the snapshot of a run that nobody disturbed."""
+    """Return the snapshot of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("unbroken")
     result = run(*torchrun(2, SCRIPTS / "multigpu_torchrun.py", *FLAGS), cwd=folder)
     assert result.code == 0, result.stderr
@@ -38,7 +38,7 @@ def unbroken(tmp_path_factory):
 
 
 def assert_same(snapshot, unbroken):
-    """Model, optimizer state and number of epochs are equal, bit for bit."""
+    """Assert that model, optimizer state and number of epochs are equal, bit for bit."""
     assert snapshot["epochs_run"] == unbroken["epochs_run"] == EPOCHS
     for name, value in unbroken["model"].items():
         assert torch.equal(snapshot["model"][name], value)
@@ -65,7 +65,7 @@ def test_killed_rank_is_restarted(tmp_path, unbroken, script, rank):
     saved = max(int(number) for number in re.findall(r"epoch (\d+) \| saved", first))
     assert f"snapshot.pt: {saved} of {EPOCHS} epochs are done" in result.stdout
     assert 3 <= saved < EPOCHS
-    # An epoch whose end was printed but not saved is trained again; no other, and none is left out.
+    # Only an epoch that was printed but not saved is trained again, and no epoch is left out.
     assert epochs_trained(second) == list(range(saved + 1, EPOCHS + 1))
     assert epochs_trained(first)[-1] in (saved, saved + 1)
     assert_same(torch.load(tmp_path / "snapshot.pt", weights_only=True), unbroken)
@@ -78,7 +78,7 @@ def test_killed_rank_without_restarts_ends_the_run(tmp_path, unbroken):
         result = running.wait(timeout=60)
     assert result.code != 0
     assert "SIGKILL" in result.stderr  # torchrun's report names the cause
-    with start(tmp_path, "multigpu_torchrun.py") as running:  # the same command goes on
+    with start(tmp_path, "multigpu_torchrun.py") as running:  # the same command resumes
         assert running.wait().code == 0
     assert_same(torch.load(tmp_path / "snapshot.pt", weights_only=True), unbroken)
 
@@ -94,7 +94,7 @@ def test_a_finished_run_trains_no_more(tmp_path, unbroken):
 
 
 def start_nodes(folders, flags, restarts=0):
-    """Start one torchrun agent in each folder: to DDP, each is a node of one or two ranks."""
+    """Start one torchrun agent in each folder. To DDP, each agent is a node with two ranks."""
     endpoint = f"127.0.0.1:{free_port()}"
     options = ["--nnodes=2", "--nproc-per-node=2", f"--max-restarts={restarts}"]
     options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=nodes"]
@@ -109,7 +109,10 @@ def place(text):
 
 
 def test_two_nodes_without_a_common_folder(tmp_path, unbroken):
-    """Local ranks repeat, ranks do not; all ranks go on from the snapshot that rank 0 has."""
+    """Local ranks repeat on each node, and ranks do not.
+
+    All ranks resume from rank 0's snapshot. If its node has none, all start from scratch.
+    """
     folders = [tmp_path / "node0", tmp_path / "node1"]
     for folder in folders:
         folder.mkdir()
@@ -129,14 +132,14 @@ def test_two_nodes_without_a_common_folder(tmp_path, unbroken):
 
 @pytest.mark.full
 def test_killed_rank_of_two_nodes_is_restarted(tmp_path):
-    """The agents count restarts differently; all ranks meet again, and no epoch is lost.
+    """The agents count restarts differently, but all ranks meet again and no epoch is lost.
 
-    The other node's ranks fail as well, for want of their peer, so one kill may cost two restarts.
+    The other node's ranks fail too, because their peer is gone, so one kill may cost two restarts.
     """
     flags = ("--epochs", "12", "--save-every", "1", "--batch-size", "8")
     one, two = start_nodes([tmp_path, tmp_path], flags, restarts=5)
     with one, two:
-        first = {"0", "1"} & dict(place(one.wait_for(" on "))).keys()  # one of its ranks is enough
+        first = {"0", "1"} & dict(place(one.wait_for(" on "))).keys()  # one printed rank is enough
         node = one if first else two
         node.wait_for("epoch 2 | saved")
         kill_rank(two if node is one else one, 3)
@@ -147,7 +150,7 @@ def test_killed_rank_of_two_nodes_is_restarted(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["multigpu_torchrun.py", "multinode_slurm.py"])
-def test_restarts_need_a_new_store_each(tmp_path, script):
+def test_restarts_need_a_new_store_for_each_attempt(tmp_path, script):
     """Restarts that could hang are refused before the training, with one message."""
     result = run(*torchrun(2, SCRIPTS / script, restarts=2), cwd=tmp_path)
     assert result.code != 0

@@ -1,4 +1,7 @@
-"""train_reference.py: one file alone, with --nproc and under torchrun; the ladder's own weights."""
+"""train_reference.py runs alone, with --nproc and under torchrun.
+
+It ends at the weights of the ladder's scripts.
+"""
 
 import re
 import signal
@@ -30,7 +33,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_page():
+def test_the_script_fits_on_a_page():
     assert len(SCRIPT.read_text().splitlines()) <= 105
 
 
@@ -41,7 +44,7 @@ def spawned(tmp_path_factory):
 
 
 def test_two_ranks_end_at_the_weights_of_the_ladder(spawned, tmp_path):
-    """Bit for bit those of multigpu_spawn.py, as what ddp_ref adds changes no number."""
+    """They equal those of multigpu_spawn.py bit for bit, because ddp_ref changes no number."""
     flags = ["--nproc", "2", "--epochs", "3"]
     ended = run(sys.executable, SCRIPTS / "multigpu_spawn.py", *flags, cwd=tmp_path)
     assert ended.code == 0, ended.stderr
@@ -52,7 +55,7 @@ def test_two_ranks_end_at_the_weights_of_the_ladder(spawned, tmp_path):
     assert TEST.fullmatch(spawned[0])[2] == accuracy and float(accuracy) > 0.9
 
 
-def test_torchrun_that_is_resumed_ends_there_too(spawned, tmp_path):
+def test_a_resumed_torchrun_ends_at_the_same_weights(spawned, tmp_path):
     train(tmp_path / "run", *torchrun(2, SCRIPT), settings=["training.num_epochs=2"])
     assert train(tmp_path / "run", *torchrun(2, SCRIPT)) == spawned[0]
     assert same(saved(tmp_path / "run"), saved(spawned[1]))
@@ -62,7 +65,7 @@ def test_torchrun_that_is_resumed_ends_there_too(spawned, tmp_path):
     assert "step_000000046.pt: epoch 2, step 46" in log
 
 
-def test_one_process_with_the_whole_batch_ends_there_but_for_rounding(spawned, tmp_path):
+def test_one_process_with_the_whole_batch_gets_the_same_weights_up_to_rounding(spawned, tmp_path):
     settings = [EPOCHS, "training.batch_size=64", "validation.batch_size=357"]
     text = train(tmp_path / "run", sys.executable, SCRIPT, settings=settings)
     for one, other in zip(
@@ -109,19 +112,19 @@ def test_a_signal_to_the_parent_saves(tmp_path):
     assert step and saved(tmp_path, int(step[1]))
 
 
-def test_each_rank_of_nproc_says_what_ended_it(tmp_path):
-    """mp.spawn shows the error of one: of the first that it finds, maybe of a peer."""
+def test_each_rank_started_with_nproc_prints_its_own_error(tmp_path):
+    """mp.spawn shows only the first error that it finds, which may be a peer's."""
     script, line = tmp_path / "fails.py", "    setup_logging(rank)\n"
     text = SCRIPT.read_text()
     assert text.count(line) == 1
     script.write_text(text.replace(line, '    raise RuntimeError(f"the own one of {rank}")\n'))
     ended = run(sys.executable, script, "--config", CONFIG, "--nproc", "2", cwd=tmp_path)
-    said = re.findall(r"error: rank (\d): RuntimeError: the own one of (\d)\n", ended.stderr)
-    assert ended.code == 1 and said and all(rank == own for rank, own in said), ended.stderr
+    errors = re.findall(r"error: rank (\d): RuntimeError: the own one of (\d)\n", ended.stderr)
+    assert ended.code == 1 and errors and all(rank == own for rank, own in errors), ended.stderr
 
 
-def test_ranks_that_are_interrupted_are_an_error(tmp_path):
-    """To mp.spawn alone it is a success: it takes the interrupt of a rank for one of its own."""
+def test_an_interrupted_rank_is_an_error(tmp_path):
+    """mp.spawn alone would count it as success: it assumes that the parent interrupted it."""
     flags = ["--config", CONFIG, "--nproc", "2", "--set", "training.num_epochs=9999"]
     with Running(sys.executable, SCRIPT, *flags, cwd=tmp_path) as running:
         running.wait_for("epoch 2 |")

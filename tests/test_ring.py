@@ -23,7 +23,7 @@ def played(algorithm, world_size=4):
 
 
 def embedded(html):
-    """Return the data in the output: the line under the call of the script."""
+    """Return the data in the output: the second line of the call of playRing."""
     return json.loads(re.search(r"^playRing\(.+,\n(.+),\n", html, re.MULTILINE)[1])
 
 
@@ -79,7 +79,7 @@ def test_more_ranks_than_colours_are_refused():
 
 
 def test_the_output_is_an_empty_element_and_a_script():
-    """Where no script runs, nothing is to be seen. Two outputs can be equal: there is no id."""
+    """Where scripts do not run, nothing shows. Without ids, two outputs on a page can be equal."""
     html = player_html(played(ring_all_reduce))
     assert re.sub(r"<script>.*</script>", "", html, flags=re.DOTALL).split() == [
         "<div",
@@ -90,13 +90,13 @@ def test_the_output_is_an_empty_element_and_a_script():
 
 
 def test_the_script_knows_no_algorithm():
-    """Only the drawing is its own: colours and words of the steps come with the data."""
+    """The script only draws: the colours and the words of the steps come with the data."""
     script = (FOLDER / "ring_player.js").read_text()
     assert not re.search(r"#[0-9A-F]{6}|all-gather|reduce-scatter|% size|fetch\(|import", script)
 
 
 class Player:
-    """A player on a page, with what it shows read from its picture."""
+    """A player on a page, and what a reader sees of it."""
 
     def __init__(self, page, number=0):
         self.page, self.root = page, page.locator(".ring-player").nth(number)
@@ -105,11 +105,11 @@ class Player:
         page.on("pageerror", lambda error: self.messages.append(str(error)))
 
     def click(self, name):
-        """Click a button, even at an end, where playwright would wait until there is a step."""
+        """Click a button, even at an end. Without force, playwright waits until it is enabled."""
         self.root.get_by_role("button", name=name).click(force=True)
 
     def holdings(self):
-        """Return the ranks whose colours each chunk has, top to bottom, by rank and chunk."""
+        """Return, for each rank and chunk, the ranks whose colours it has, from top to bottom."""
         stripes = self.root.locator("[data-chunk]").evaluate_all(
             """chunks => chunks.map(chunk => [
               chunk.dataset.rank, chunk.dataset.chunk,
@@ -127,7 +127,7 @@ class Player:
         return self.root.locator("[data-chunk] title").all_text_contents()
 
     def arrows(self):
-        """Return the source, the target and the chunk of each number at an arrow."""
+        """Return the source, the target and the chunk for each number beside an arrow."""
         arrows = self.root.locator(".arrow").evaluate_all(
             "arrows => arrows.map(a => [a.dataset.source, a.dataset.target, a.textContent])"
         )
@@ -157,7 +157,7 @@ class Player:
 
 @pytest.fixture
 def open_player(browser):
-    """Return a function that opens a page with players, whose consoles must stay silent."""
+    """Return a function that opens a page with players. The page's console must stay silent."""
     opened = []
 
     def open_page(address, number=0, width=390, scheme="light", html=None):
@@ -208,7 +208,7 @@ def test_a_chunk_says_whose_numbers_it_holds(in_chapter):
 
 
 @pytest.mark.site
-def test_the_keys_move_and_leave_the_browsers_own_alone(in_chapter):
+def test_arrow_keys_move_the_player_and_leave_browser_shortcuts_alone(in_chapter):
     player = in_chapter()
     press = player.page.keyboard.press
     press("ArrowRight")  # the page has the focus, not the player
@@ -244,10 +244,10 @@ def test_it_plays_to_the_end_and_pauses(open_player):
 
 @pytest.mark.site
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_any_log_can_be_played_and_players_do_not_meet(open_player, world_size):
+def test_any_log_can_be_played_and_players_are_independent(open_player, world_size):
     others, ranks = played(ring_all_reduce), played(through_rank_0, world_size)
     outputs = [player_html(others), player_html(ranks), player_html(ranks)]
-    without_script = '<div class="ring-player"></div>'  # of a notebook that is not trusted
+    without_script = '<div class="ring-player"></div>'  # as in a notebook that is not trusted
     html = "".join(f"<div>{output}</div>" for output in [without_script, *outputs])
     player = open_player(None, number=2, html=html)
     for step in range(1, ranks.steps + 1):
@@ -260,7 +260,7 @@ def test_any_log_can_be_played_and_players_do_not_meet(open_player, world_size):
 @pytest.mark.site
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_it_can_be_read(in_chapter, width, scheme):
+def test_the_player_is_readable(in_chapter, width, scheme):
     """It fits the screen, its texts are not cut off, and they differ from the background."""
     player = in_chapter(width=width, scheme=scheme)
     for _ in range(6):

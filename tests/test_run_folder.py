@@ -27,17 +27,17 @@ def log(folder):
     return [LINE.fullmatch(line)[1] for line in (folder / "log.txt").read_text().splitlines()]
 
 
-def test_a_folder_of_a_run_on_two_ranks_and_of_its_resumption(tmp_path):
-    def work(epochs, at_once):
+def test_the_folder_of_a_resumed_run_on_two_ranks(tmp_path):
+    def work(epochs):
         handler = job(12, 2, callbacks=[LearningRateMonitor()], run_dir=tmp_path / "run")
         handler.set_val_loader(Points(5), 2)
         handler.load(tmp_path / "run")
         handler.train(epochs)
         return handler.history
 
-    history, other = run_ranks(work, 2, None, nproc=2, timeout=LIMIT)
+    history, other = run_ranks(work, 2, nproc=2, timeout=LIMIT)
     assert history == other and len(history["val_accuracy"]) == 2
-    history, _ = run_ranks(work, 3, None, nproc=2, timeout=LIMIT)
+    history, _ = run_ranks(work, 3, nproc=2, timeout=LIMIT)
     folder = tmp_path / "run"
     names = {"config.json", "history.csv", "log.txt", "losses.png", "metrics.png"}
     steps = {f"step_{step:09}.pt" for step in (3, 6, 9)}
@@ -68,7 +68,7 @@ def test_what_ended_a_run_is_in_its_log(tmp_path):
     with pytest.raises(KeyError):
         job(12, 2, callbacks=[Fails()], run_dir=tmp_path, sync_every=1).train(3)
     assert log(tmp_path)[-1] == "ended by KeyError: 'of a callback'"
-    assert not list(tmp_path.glob("*.pt"))  # of the first epoch nothing was whole
+    assert not list(tmp_path.glob("*.pt"))  # it failed before the end of the first epoch
 
 
 def test_a_checkpoint_callback_keeps_its_own_folder(tmp_path):
@@ -77,7 +77,7 @@ def test_a_checkpoint_callback_keeps_its_own_folder(tmp_path):
     assert not list((tmp_path / "b").glob("*.pt"))
 
 
-def test_a_folder_that_cannot_be_is_an_error_before_any_training(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error_before_any_training(tmp_path):
     (tmp_path / "file").touch()
     handler = job(12, 2, run_dir=tmp_path / "file")
     with (
@@ -88,15 +88,15 @@ def test_a_folder_that_cannot_be_is_an_error_before_any_training(tmp_path):
     assert handler.step == 0
 
 
-def test_without_matplotlib_one_warning_and_all_else(tmp_path, monkeypatch):
+def test_without_matplotlib_there_is_one_warning_and_everything_else(tmp_path, monkeypatch):
     for name in list(sys.modules):
         if name.split(".")[0] == "matplotlib":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     handler = job(12, 2, run_dir=tmp_path)
-    with pytest.warns(UserWarning, match="figures need matplotlib: pip install matplotlib") as all_:
+    with pytest.warns(UserWarning, match="figures need matplotlib: pip install matplotlib") as seen:
         handler.train(1)
-    assert len(all_) == 1 and (tmp_path / "history.csv").exists()
+    assert len(seen) == 1 and (tmp_path / "history.csv").exists()
     with pytest.raises(ImportError, match="pip install matplotlib"):
         handler.plot_losses(tmp_path / "losses.png")
 
@@ -115,7 +115,7 @@ def test_a_list_that_began_late_belongs_to_the_last_epochs(tmp_path):
     assert axes.get_xlabel() == "epoch" and axes.get_ylabel() == "loss"
 
 
-def test_learning_rates_begin_with_their_callback(tmp_path):
+def test_learning_rates_are_nan_before_the_monitor_was_added(tmp_path):
     job(12, 2, run_dir=tmp_path).train(2)
     handler = job(12, 2, run_dir=tmp_path, callbacks=[LearningRateMonitor()])
     handler.load(tmp_path)
@@ -124,7 +124,7 @@ def test_learning_rates_begin_with_their_callback(tmp_path):
     assert [math.isnan(rate) for rate in rates] == [True, True, False] and rates[2] == 0.1
 
 
-def test_figures_in_the_format_of_their_name(tmp_path):
+def test_the_suffix_of_a_figures_name_sets_its_format(tmp_path):
     handler = job(12, 2)
     with pytest.raises(ValueError, match="nothing to plot before the first epoch"):
         handler.plot_losses(tmp_path / "a.png")
@@ -140,7 +140,7 @@ def test_figures_in_the_format_of_their_name(tmp_path):
         handler.plot_losses(tmp_path / "a.table")
 
 
-def test_figures_are_drawn_by_rank_0_and_an_error_is_everybodys(tmp_path):
+def test_rank_0_draws_the_figures_and_all_ranks_raise_its_error(tmp_path):
     def work():
         handler = job(12, 2)
         with pytest.raises(ValueError, match="nothing to plot"):

@@ -1,4 +1,4 @@
-"""run_ranks: results and output in rank order, the first failure, and never a process left."""
+"""run_ranks: results and output in rank order, the first failure, and no process left behind."""
 
 import contextlib
 import os
@@ -24,20 +24,20 @@ LIMIT = timedelta(minutes=4)  # a test that hangs fails with a TimeoutError that
 Point = namedtuple("Point", "x y")
 
 
-def test_ranks_meet_and_their_results_come_back_as_they_went(capfd):
+def test_ranks_meet_and_their_results_come_back_intact(capfd):
     def work(scale, *, extra):
         info = initialize_ddp()
         total = torch.tensor([float(info.rank)])
         dist.all_reduce(total)
         points: list = [None] * info.world_size
         dist.all_gather_object(points, Point(info.rank, scale))
-        grows = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
         return {
             "info": tuple(info),
             "total": total,
-            "nested": [Point((grows, grows.detach().t()), {"extra": extra}), points],
+            "nested": [Point((weight, weight.detach().t()), {"extra": extra}), points],
             "view": torch.arange(1e7)[-2:],
-            "half of the graph": grows * 2,
+            "half of the graph": weight * 2,
         }
 
     before = dict(os.environ)
@@ -48,17 +48,17 @@ def test_ranks_meet_and_their_results_come_back_as_they_went(capfd):
         point, points = result["nested"]
         assert type(point) is Point and point.y == {"extra": {3}}
         assert points == [Point(other, 2.0) for other in range(3)]
-        grows, turned = point.x
-        assert grows.dtype == torch.bfloat16 and grows.shape == (2, 3) and grows.requires_grad
+        weight, turned = point.x
+        assert weight.dtype == torch.bfloat16 and weight.shape == (2, 3) and weight.requires_grad
         assert turned.shape == (3, 2) and turned.stride() == (1, 3) and not turned.requires_grad
         assert result["view"].tolist() == [9999998.0, 9999999.0]
-        assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB that it is part of
+        assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB of the whole tensor
         assert result["half of the graph"].requires_grad and result["half of the graph"].is_leaf
     assert dict(os.environ) == before
-    assert capfd.readouterr().err == ""  # closing the open groups is quiet
+    assert capfd.readouterr().err == ""  # closing the open groups prints nothing
 
 
-def test_all_that_a_rank_and_its_children_wrote_is_printed_in_rank_order(capfd):
+def test_output_of_ranks_and_their_children_is_printed_in_rank_order(capfd):
     def talk():
         rank = int(os.environ["RANK"])
         time.sleep(0.2 * (2 - rank))  # the last rank is the first to write
@@ -75,7 +75,7 @@ def test_all_that_a_rank_and_its_children_wrote_is_printed_in_rank_order(capfd):
     assert written.err == ""
 
 
-def test_the_environment_is_torchruns_and_nothing_of_an_outer_launch(monkeypatch):
+def test_ranks_get_torchruns_variables_and_none_of_an_outer_launch(monkeypatch):
     outer = {"SLURM_PROCID": "7", "SLURM_JOB_ID": "8", "RANK": "9", "GROUP_RANK": "9"}
     outer |= {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "TORCHELASTIC_ERROR_FILE": "x"}
     for name, value in (outer | {"LOCAL_SCRATCH": "kept", "CUDA_VISIBLE_DEVICES": ""}).items():
@@ -101,7 +101,7 @@ def test_the_environment_is_torchruns_and_nothing_of_an_outer_launch(monkeypatch
         assert environ["MASTER_ADDR"] == "127.0.0.1" and int(environ["MASTER_PORT"]) > 1024
         assert environ["MASTER_PORT"] == results[0][0]["MASTER_PORT"]
         assert environ["LOCAL_SCRATCH"] == "kept"
-        assert environ["CUDA_VISIBLE_DEVICES"] == ""  # empty is a word too: no GPU
+        assert environ["CUDA_VISIBLE_DEVICES"] == ""  # an empty value counts: it hides all GPUs
         left = {name for name in environ if name.startswith("SLURM_")}
         assert not left and "TORCHELASTIC_ERROR_FILE" not in environ
         assert (argv, folder) == (sys.argv, str(Path.cwd()))
@@ -153,16 +153,16 @@ FAULTS = {
 SILENT = {"SIGKILL", "_exit", "sys.exit"}  # they have no traceback of their own to show
 
 
-def _crossed():
+def _fault_cases():
     for place, kind in enumerate(FAULTS):
         for rank in range(2):
             marks = [] if rank == place % 2 else [pytest.mark.full]
             yield pytest.param(kind, rank, id=f"{kind}-{rank}", marks=marks)
 
 
-@pytest.mark.parametrize(("kind", "rank"), [*_crossed()])
+@pytest.mark.parametrize(("kind", "rank"), [*_fault_cases()])
 def test_the_first_failure_is_raised_with_its_type_and_rank(kind, rank, capfd, monkeypatch):
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what was written is shown without it
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # all output is shown even without it
     fault, error, text = FAULTS[kind]
 
     def work():
@@ -195,12 +195,12 @@ def test_the_earliest_failure_wins_not_the_lowest_rank():
     assert caught.value.args == (1,)
 
 
-def test_an_exception_beside_a_death_is_its_note(monkeypatch):
+def test_an_exception_on_another_rank_is_a_note_on_the_death_of_a_rank(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
     def work(threads):
         initialize_ddp()
-        assert torch.get_num_threads() == threads  # OMP_NUM_THREADS is the user's word
+        assert torch.get_num_threads() == threads  # the user's OMP_NUM_THREADS wins
         dist.barrier()
         if dist.get_rank() == 0:
             raise ValueError("the cause")
@@ -220,18 +220,18 @@ def test_an_exception_beside_a_death_is_its_note(monkeypatch):
         ("returned", None),
     ],
 )
-def test_what_a_rank_leaves_behind_neither_hides_its_end_nor_stays(end, text, tmp_path):
+def test_a_child_that_a_rank_leaves_behind_is_killed_and_does_not_hide_its_end(end, text, tmp_path):
     def work():
         rank = os.environ["RANK"]
         child = os.fork()
         if child == 0:
             if end == "exited":
                 os.execvp("sleep", ["sleep", "1000"])
-            time.sleep(1000)  # and holds all that the rank had open
+            time.sleep(1000)  # it still holds the rank's output file open
         (tmp_path / rank).write_text(str(child))
         if rank == "1" and end != "returned":
             other = tmp_path / "0"
-            while not (other.exists() and other.read_text()):  # rank 0 is killed for our end
+            while not (other.exists() and other.read_text()):  # when we end, rank 0 is killed
                 time.sleep(0.05)
             os._exit(3) if end == "exited" else os.kill(os.getpid(), signal.SIGKILL)
 
@@ -249,8 +249,8 @@ def test_what_a_rank_leaves_behind_neither_hides_its_end_nor_stays(end, text, tm
 @pytest.mark.parametrize(
     ("end", "code"), [(lambda: None, 0), (lambda: sys.exit(4), 4), (lambda: os.read(-1, 1), 1)]
 )
-def test_a_child_that_a_rank_has_forked_ends_as_the_function_does(end, code, monkeypatch):
-    # With four threads, torch itself crashes a forked child that exits, without our package too.
+def test_a_forked_child_of_a_rank_exits_when_the_function_ends_there(end, code, monkeypatch):
+    # With four threads, torch crashes a forked child that exits, even without our package.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def work():
@@ -263,7 +263,7 @@ def test_a_child_that_a_rank_has_forked_ends_as_the_function_does(end, code, mon
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_rank_that_is_stopped_hides_no_failure(stopped, tmp_path, monkeypatch):
+def test_a_stopped_rank_does_not_hide_another_ranks_failure(stopped, tmp_path, monkeypatch):
     code = (
         f"import os, signal\nif os.environ.get('RANK') == '{stopped}': os.kill(0, signal.SIGSTOP)"
     )
@@ -277,23 +277,23 @@ def test_a_rank_that_is_stopped_hides_no_failure(stopped, tmp_path, monkeypatch)
     def work(data):
         raise Nothing
 
-    with pytest.raises(Nothing):  # though the other has not even taken what it is to do
+    with pytest.raises(Nothing):  # although the other rank has not even read its request
         run_ranks(work, torch.zeros(10_000_000), timeout=LIMIT)
 
 
-def test_it_never_outlives_its_timeout_whatever_the_ranks_do(capfd):
-    def deaf(data):
+def test_run_ranks_keeps_to_its_timeout_whatever_the_ranks_do(capfd):
+    def ignore_sigterm(data):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("started")
         os.system("sleep 1000")
 
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"rank 0, rank 1 did not end within 0:00:08"):
-        run_ranks(deaf, torch.zeros(10_000_000), timeout=timedelta(seconds=8))
+        run_ranks(ignore_sigterm, torch.zeros(10_000_000), timeout=timedelta(seconds=8))
     assert time.monotonic() - start < 8 + 20
     assert "[rank 0] started" in capfd.readouterr().out
-    with pytest.raises(TimeoutError):  # before the ranks have read what they are to do
-        run_ranks(deaf, torch.zeros(10_000_000), timeout=timedelta(milliseconds=1))
+    with pytest.raises(TimeoutError):  # before the ranks have read their requests
+        run_ranks(ignore_sigterm, torch.zeros(10_000_000), timeout=timedelta(milliseconds=1))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def _launch(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.full)])
-def test_launches_at_once_do_not_clash(count):
+def test_simultaneous_launches_do_not_clash(count):
     with ThreadPoolExecutor(count) as pool:
         assert list(pool.map(_launch, range(count))) == [[2 * n, 2 * n] for n in range(count)]
 
@@ -402,7 +402,7 @@ def work():
 """
 
 
-def _blocked(folder: Path, before: str = "") -> Running:
+def _start_blocked_ranks(folder: Path, before: str = "") -> Running:
     (folder / "script.py").write_text(f"{BLOCKED}{before}\nrun_ranks(work)\n")
     return Running(sys.executable, "script.py", cwd=folder)
 
@@ -415,8 +415,8 @@ def _wait_until_blocked(running: Running, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("whole_group", [False, True])
-def test_an_interrupt_ends_all_at_once(tmp_path, whole_group):
-    with _blocked(tmp_path) as running:
+def test_an_interrupt_ends_all_ranks(tmp_path, whole_group):
+    with _start_blocked_ranks(tmp_path) as running:
         _wait_until_blocked(running, tmp_path)
         pid = running.process.pid
         os.killpg(pid, signal.SIGINT) if whole_group else os.kill(pid, signal.SIGINT)
@@ -442,7 +442,7 @@ threading.Thread(target=hold, daemon=True).start()
 
 @pytest.mark.parametrize("before", ["", HOLDER], ids=["alone", "after a fork"])
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, before):
-    with _blocked(tmp_path, before) as running:
+    with _start_blocked_ranks(tmp_path, before) as running:
         _wait_until_blocked(running, tmp_path)
         holder = tmp_path / "holder"
         while before and not (holder.exists() and holder.read_text()):
@@ -482,7 +482,7 @@ for func in (gather, torch.no_grad()(gather), functools.partial(gather), Job(), 
 """
 
 
-def test_classes_of_the_script_are_found_under_decorators_partials_and_objects(tmp_path):
+def test_classes_of_the_script_are_found_through_decorators_partials_and_objects(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT_OF_CLASSES)
     result = run(sys.executable, "script.py", cwd=tmp_path)
     assert result.code == 0, result.stderr
@@ -497,7 +497,7 @@ def stuck():
     open(f"rank{os.environ['RANK']}", "w").close()
     if sys.argv[1] == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    re.match(r"(a+)+$", "a" * 45 + "b")  # holds the interpreter lock, for years
+    re.match(r"(a+)+$", "a" * 45 + "b")  # holds the interpreter lock for years
 
 run_ranks(stuck)
 """
@@ -505,7 +505,7 @@ run_ranks(stuck)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a signal for a closed pipe")
 @pytest.mark.parametrize("how", ["stopped", "holds the lock"])
-def test_a_rank_that_cannot_look_dies_with_a_killed_parent(tmp_path, how):
+def test_a_stopped_or_blocked_rank_dies_when_its_parent_is_killed(tmp_path, how):
     (tmp_path / "script.py").write_text(STUCK)
     with Running(sys.executable, "script.py", how, cwd=tmp_path) as running:
         deadline = time.monotonic() + 60
@@ -516,7 +516,7 @@ def test_a_rank_that_cannot_look_dies_with_a_killed_parent(tmp_path, how):
         running.wait()  # on leaving, Running asserts that no rank is left
 
 
-def test_what_a_rank_prints_never_hides_its_result(tmp_path):
+def test_output_that_cannot_be_encoded_does_not_hide_the_results(tmp_path):
     code = "from ddp_ref import run_ranks; print(run_ranks(lambda: print('caf\\xe9') or 1))"
     env = {"PYTHONIOENCODING": "ascii"}
     result = run(sys.executable, "-c", code, cwd=tmp_path, env=env)
@@ -525,7 +525,7 @@ def test_what_a_rank_prints_never_hides_its_result(tmp_path):
 
 
 @pytest.mark.parametrize("closing", ["sys.stdout.close()", "sys.stdout = open('/dev/full', 'w')"])
-def test_an_output_that_takes_nothing_costs_no_result_and_hides_no_error(tmp_path, closing):
+def test_a_closed_or_full_stdout_loses_no_result_and_hides_no_error(tmp_path, closing):
     code = f"""if True:
         import sys, warnings
         from ddp_ref import run_ranks

@@ -11,13 +11,13 @@ from harness import SCRIPTS
 
 from ddp_ref import run_ranks
 
-sys.path.append(str(SCRIPTS))  # of the ranks as well: they get this process's path
+sys.path.append(str(SCRIPTS))  # also for the ranks, which get this process's path
 import sanity
 from sanity_cases import CASES, verdicts
 
 LIMIT = timedelta(minutes=2)
 HEALTHY = {"", "a tensor", "names", "dropped, as told", "NaN on all"}
-# What each mistake is answered with, and on how few ranks it can be made.
+# The smallest number of ranks on which each mistake can be made, and a part of its error message.
 MISTAKES = {
     "check_samples_drawn_once": {
         "no sampler": (2, "draws of 13 samples, sample 0"),
@@ -65,13 +65,13 @@ MISTAKES = {
         "rank 0 alone": (2, "ranks have [0, 4] gradients"),
     },
 }
-# With a GPU for each rank they use nccl, else gloo.
+# If there is a GPU for each rank, the ranks use nccl, else gloo.
 LAUNCHES = [1, 2, pytest.param(3, marks=pytest.mark.full)]
 
 
 @functools.cache
 def answers(world):
-    """Return what each check said on each rank: once, as starting ranks takes seconds."""
+    """Return what each check said on each rank. Cached, because starting ranks takes seconds."""
     by_rank = run_ranks(verdicts, nproc=world, timeout=LIMIT)
     runs = list(zip(*by_rank, strict=True))
     assert len(runs) == (2 if world == 1 else 1)  # one process: with and without a group
@@ -92,13 +92,13 @@ def test_on_ranks(world, name):
             assert answer is None or (line in answer and "\n" not in answer), answer
 
 
-def test_there_are_nine_and_each_has_its_case():
+def test_there_are_nine_checks_and_each_has_cases():
     names = [name for name in vars(sanity) if name.startswith("check_")]
     assert names == [check.__name__ for check in CASES] == [*MISTAKES] and len(names) == 9
     assert all("very rank" in getattr(sanity, name).__doc__ for name in names)
 
 
-def test_the_file_is_enough(tmp_path):
+def test_the_file_works_on_its_own(tmp_path):
     """Copied into an empty folder, it needs nothing of this repository."""
     (tmp_path / "sanity.py").write_text((SCRIPTS / "sanity.py").read_text())
     code = "import sanity, sys; sanity.check_epochs_differ([0, 1], [1, 0]);"

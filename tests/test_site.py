@@ -11,7 +11,7 @@ import ddp_ref
 
 pytestmark = pytest.mark.site
 TROUBLESHOOTING = "docs/troubleshooting.html"
-MESSAGES = {  # what a reader pastes, and the heading that is to come first: None if it has none
+MESSAGES = {  # what a reader pastes, and the heading that must come first (None: it has no heading)
     "Watchdog caught collective operation timeout": "watchdog-caught-collective-operation-timeout",
     "WorkNCCL": "worknccl",
     "unhandled system error": "unhandled-system-error",
@@ -44,7 +44,7 @@ MESSAGES = {  # what a reader pastes, and the heading that is to come first: Non
     "Tensors must be CUDA and dense": "tensors-must-be-cuda-and-dense",
     "unrecognized arguments: --local-rank": "unrecognized-arguments-local-rank",
 }
-SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}  # pixels of a laptop and of a telephone
+SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}  # pixels of a laptop and of a phone
 
 
 def test_all_notebooks_and_pages_are_there(site):
@@ -55,7 +55,7 @@ def test_all_notebooks_and_pages_are_there(site):
 
 
 class Links(HTMLParser):
-    """What a page links to and shows, and the names of the places within it."""
+    """What a page links to or shows, and the names of the places within it."""
 
     def __init__(self, page):
         super().__init__()
@@ -73,15 +73,15 @@ class Links(HTMLParser):
 def test_links_lead_to_files_and_places_of_the_site(site):
     folder = site[2]
     pages = {page: Links(page) for page in folder.rglob("*.html")}
-    found = []
-    for page, its in pages.items():
-        for link in its.links:
+    dead = []
+    for page, content in pages.items():
+        for link in content.links:
             target = (page.parent / link.path).resolve() if link.path else page
             if link.scheme or (target.exists() and not link.fragment):
                 continue
             if target not in pages or link.fragment not in pages[target].names:
-                found.append(f"{page.relative_to(folder)}: {link.geturl()}")
-    assert len(pages) > 30 and found == []
+                dead.append(f"{page.relative_to(folder)}: {link.geturl()}")
+    assert len(pages) > 30 and dead == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -126,7 +126,7 @@ def test_the_front_page_leads_to_everything(site, browser):
 
 
 def test_the_search_finds_each_message(site, browser):
-    """Its heading comes first, or the page is among the first five if the message has none."""
+    """Its heading comes first. If it has none, the page is among the first five results."""
     text = (ROOT / "docs" / "troubleshooting.md").read_text()
     assert [message for message in MESSAGES if message not in text] == []
     page, wrong = browser.new_page(), {}
@@ -149,7 +149,7 @@ def test_the_search_finds_no_message_that_nobody_prints(site, browser):
 
 
 def failure(request):
-    """Return what failed; a request that the next page has cut off did not."""
+    """Return what failed: nothing, if the next page only cut the request off."""
     return [] if "ERR_ABORTED" in request.failure else [f"{request.failure}: {request.url}"]
 
 
@@ -166,7 +166,7 @@ LOOK = """async () => {
 }"""
 
 
-def test_a_diff_can_be_read_in_the_dark(site, browser):
+def test_a_diff_is_readable_in_dark_mode(site, browser):
     """Its colors let the page's own background through, so that the text keeps its contrast."""
     _, address, _ = site
     context = browser.new_context(color_scheme="dark")
@@ -188,7 +188,7 @@ def test_the_reference_names_every_export():
     assert sorted(named) == sorted(ddp_ref.__all__)
 
 
-def test_the_reference_has_what_the_pages_use_of_a_handler(site):
+def test_the_reference_describes_every_handler_attribute_that_the_pages_use(site):
     pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.md")]
     used = {
         name

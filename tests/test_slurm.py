@@ -1,4 +1,4 @@
-"""Real Slurm: every way to start ranks, and the three templates as they are."""
+"""Real Slurm: every way to start ranks, and the three job templates, edited or not."""
 
 import re
 import shlex
@@ -34,12 +34,12 @@ def job(request):
 
 def places(text):
     """Return the host and local rank of each rank, as multinode_slurm.py prints them."""
-    found = re.findall(r"rank (\d+) is local rank (\d+) on (\w+), cpu", text)
-    return {int(rank): (host, int(local_rank)) for rank, local_rank, host in found}
+    matches = re.findall(r"rank (\d+) is local rank (\d+) on (\w+), cpu", text)
+    return {int(rank): (host, int(local_rank)) for rank, local_rank, host in matches}
 
 
 def check_ended(ended, folder, references, world_size):
-    """The ranks trained together: one process with their whole batch ends at the same weights."""
+    """Check that the ranks trained together: one process with the whole batch has equal weights."""
     assert ended.code == 0, ended.stderr
     assert_close(weights(folder), one_process(references, 32 * world_size, EPOCHS))
 
@@ -58,15 +58,15 @@ def check_ended(ended, folder, references, world_size):
 def test_srun(cluster, references, job, flags, ranks_on, tmp_path):
     ended = cluster.run("srun", *flags, *job, cwd=tmp_path)
     check_ended(ended, tmp_path, references, world_size=4)
-    if found := places(ended.stdout):
+    if printed := places(ended.stdout):
         expected = [f"node{number}" for number in ranks_on]
-        assert [found[rank][0] for rank in range(4)] == expected
-        for rank, (host, local_rank) in found.items():
+        assert [printed[rank][0] for rank in range(4)] == expected
+        for rank, (host, local_rank) in printed.items():
             assert local_rank == expected[:rank].count(host)
 
 
 def test_a_step_on_the_second_host_only(cluster, references, job, tmp_path):
-    """Rank 0 is not on the first host of the job: the ranks must meet at that of the step."""
+    """Rank 0 is not on the job's first host, so the ranks must meet on the step's first host."""
     step = ["srun", "--nodes=1", "--ntasks=2", "--nodelist=node2"]
     ended = cluster.run("salloc", *TWO_HOSTS, *step, *job, cwd=tmp_path)
     check_ended(ended, tmp_path, references, world_size=2)
@@ -74,7 +74,7 @@ def test_a_step_on_the_second_host_only(cluster, references, job, tmp_path):
 
 
 def test_two_steps_at_once(cluster, references, job, tmp_path):
-    """They meet at the same host and not at the same port."""
+    """The ranks of both steps meet on the same host, but on different ports."""
     step = "srun --exact --nodes=2 --ntasks=2 --chdir"
     command = shlex.join(map(str, job))
     lines = ["#!/bin/bash", "status=0"]
@@ -86,13 +86,13 @@ def test_two_steps_at_once(cluster, references, job, tmp_path):
     with Job(cluster, *TWO_HOSTS, tmp_path / "steps.sh", cwd=tmp_path) as batch:
         state = batch.wait_until("COMPLETED", "FAILED")["JobState"]
         assert state == "COMPLETED", batch.text()
-        assert "step creation temporarily disabled" not in batch.text()  # one after the other
+        assert "step creation temporarily disabled" not in batch.text()  # else they ran one by one
     for name in ("one", "two"):
         assert_close(weights(tmp_path / name), one_process(references, 64, EPOCHS))
 
 
 def test_a_batch_script_without_srun_is_one_process(cluster, references, job, tmp_path):
-    """SLURM_NTASKS is 4 there, and nobody has started four."""
+    """SLURM_NTASKS is 4 in it, but nothing has started four processes."""
     wrapped = f"--wrap={shlex.join(map(str, job))}"
     with Job(cluster, *TWO_HOSTS, wrapped, cwd=tmp_path) as batch:
         state = batch.wait_until("COMPLETED", "FAILED")["JobState"]
@@ -102,12 +102,12 @@ def test_a_batch_script_without_srun_is_one_process(cluster, references, job, tm
 
 @pytest.mark.parametrize("where", ["command", "shell"])
 def test_an_interactive_allocation_is_one_process(cluster, references, job, where, tmp_path):
-    """Of salloc's command, on this machine, and of its shell, which is a step on the first host."""
+    """This holds for salloc's command, which runs on this machine, and for its shell on node1."""
     command = ["salloc", *TWO_HOSTS, *job]
     if where == "shell":
         typed = f"cd {tmp_path}; {shlex.join(map(str, job))}; hostname; exit"
         salloc = f"echo {shlex.quote(typed)} | script -qec {shlex.quote(shlex.join(command[:4]))}"
-        # SHELL is what salloc opens: a terminal has it, CI may not.
+        # salloc opens $SHELL. A terminal sets it, but CI may not.
         command = ["env", "SHELL=/bin/bash", "bash", "-c", f"{salloc} /dev/null"]
     ended = cluster.run(*command, cwd=tmp_path)
     check_ended(ended, tmp_path, references, world_size=1)
@@ -115,7 +115,7 @@ def test_an_interactive_allocation_is_one_process(cluster, references, job, wher
 
 
 def test_torchrun_under_srun(cluster, references, job, tmp_path):
-    """One task a node, and c10d: then torchrun's variables win over those of the step."""
+    """One task per node, with c10d: torchrun's variables take precedence over the step's."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=node1:29400"]
     ended = cluster.run(
@@ -133,7 +133,7 @@ def test_torchrun_under_srun(cluster, references, job, tmp_path):
     ],
 )
 def test_template(cluster, references, template, ranks, tmp_path):
-    """Unedited, it runs to its end, and its ranks have trained together."""
+    """Without any edit, it runs to its end, and its ranks train together."""
     folder = project_folder(tmp_path / "project")
     with Job(cluster, f"scripts/slurm/{template}", cwd=folder) as batch:
         fields = batch.wait_until("COMPLETED", "FAILED")
@@ -142,8 +142,11 @@ def test_template(cluster, references, template, ranks, tmp_path):
     assert_close(weights(folder), one_process(references, 32 * ranks, 20))
 
 
-def test_template_where_a_host_says_it_is_localhost(cluster, references, tmp_path):
-    """Each torchrun says how it is reached, and INTERFACE says it to gloo; else neither would."""
+def test_template_on_hosts_whose_names_resolve_to_localhost(cluster, references, tmp_path):
+    """The template tells torchrun the host's name in Slurm; INTERFACE tells gloo the interface.
+
+    Otherwise both would announce localhost, and the other host could not connect.
+    """
     folder = project_folder(tmp_path / "project")
     (folder / "python").write_text(
         "#!/bin/bash\n"
@@ -171,7 +174,7 @@ def test_template_where_a_host_says_it_is_localhost(cluster, references, tmp_pat
         ("#SBATCH --cpus-per-task=8 ", "#SBATCH --cpus-per-gpu=2 ", "COMPLETED", "test accuracy"),
     ],
 )
-def test_template_with_another_head(cluster, before, after, state, said, tmp_path):
+def test_template_with_an_edited_header(cluster, before, after, state, said, tmp_path):
     folder = project_folder(tmp_path / "project")
     template = edited(folder, "single_node_multiple_gpu_slurm_job.sh", before, after)
     with Job(cluster, template, cwd=folder) as batch:

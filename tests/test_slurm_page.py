@@ -1,4 +1,4 @@
-"""docs/slurm.md: its commands print what it shows, what it includes is in every template."""
+"""docs/slurm.md: its commands print what it shows, and every template has the included lines."""
 
 import re
 
@@ -21,20 +21,20 @@ def makefile():
     return (ROOT / "Makefile").read_text()
 
 
-def test_the_lines_included_stand_in_every_template():
+def test_the_included_lines_are_in_every_template():
     templates = [path.read_text() for path in (SCRIPTS / "slurm").glob("*_job.sh")]
-    # In quotes, as a # without begins a comment.
+    # The page quotes these lines, because an unquoted # begins a comment.
     included = re.findall(r"^:start-at: '(.+)'\n:end-at: '(.+)'$", PAGE, re.MULTILINE)
     assert (len(templates), len(included)) == (3, 3)
     for first, last in included:
         part = rf"^ *{re.escape(first)}.*?^ *{re.escape(last)}.*?$"
-        found = [re.findall(part, text, re.DOTALL | re.MULTILINE) for text in templates]
-        assert len(found[0]) == 1 and found[0] == found[1] == found[2], first
+        matches = [re.findall(part, text, re.DOTALL | re.MULTILINE) for text in templates]
+        assert len(matches[0]) == 1 and matches[0] == matches[1] == matches[2], first
 
 
 @pytest.mark.slurm
 def test_the_commands_print_what_the_page_shows(cluster, tmp_path):
-    """One shell runs them all; each line that is shown is among those that the command prints."""
+    """One shell runs all commands. Each line shown must begin a line that its command prints."""
     folder = project_folder(tmp_path / "project")
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (folder / name).symlink_to(ROOT / name)
@@ -53,20 +53,20 @@ def test_the_commands_print_what_the_page_shows(cluster, tmp_path):
             assert re.search(f"^{re.escape(line)}", text, re.MULTILINE), (command, line, text)
 
 
-def test_every_srun_of_ours_ends_all_ranks_if_one_fails():
-    """Handler leaves that to the launcher: an error ends its own process alone."""
+def test_all_our_srun_commands_end_all_ranks_if_one_fails():
+    """Handler leaves this to the launcher: an error ends only the process that raised it."""
     folders = ("scripts", "docs", "notebooks", "drill")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    found = {}
+    commands = {}
     for file in [ROOT / "Makefile", ROOT / "README.md", *files]:
         if file.suffix in ("", ".md", ".py", ".sh"):
             calls = re.findall(r"\bsrun (?:[-$]|\.venv).*", file.read_text())
             calls += re.findall(r"options = .*\n.*\"srun\".*", file.read_text())
-            # An interactive shell on a page is an example of what goes wrong, --overlap looks into
-            # a job that runs, and the third is a comment in a script.
-            others = re.compile(r"--pty|--overlap|--gpus-per-task=1, a task sees")
-            found[file.name] = [call for call in calls if not others.search(call)]
+            # Exceptions: a page shows an interactive shell as an example of what goes wrong,
+            # --overlap inspects a running job, and the third is a comment in a script.
+            exceptions = re.compile(r"--pty|--overlap|--gpus-per-task=1, a task sees")
+            commands[file.name] = [call for call in calls if not exceptions.search(call)]
     wrong = [
-        call for calls in found.values() for call in calls if "--kill-on-bad-exit=1" not in call
+        call for calls in commands.values() for call in calls if "--kill-on-bad-exit=1" not in call
     ]
-    assert not wrong and sum(map(bool, found.values())) >= 10, found
+    assert not wrong and sum(map(bool, commands.values())) >= 10, commands

@@ -1,4 +1,4 @@
-"""Every row of the table in docs/slurm.md: the symptom as it shows itself, and the way out."""
+"""Every row of the table in docs/slurm.md: each test produces the symptom and applies the fix."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ RANK = [sys.executable, "-c", MEET]
 
 
 def shown(text):
-    """Return `text`, which the page must hold as well: a reader searches it there."""
+    """Return `text`, after checking that the page contains it: readers search for it there."""
     assert text in PAGE, text
     return text
 
@@ -38,8 +38,8 @@ def test_the_page_names_these_tests():
     assert set(re.findall(r"test_slurm_symptoms.py::(\w+)", PAGE)) == here
 
 
-def test_a_shell_of_several_tasks_is_not_a_launch(cluster, tmp_path):
-    """What `srun --pty bash` does: only the first task gets the shell, in which the script runs."""
+def test_a_script_in_the_shell_of_one_task_waits_for_the_other_tasks(cluster, tmp_path):
+    """Imitate `srun --pty bash`: only the first task gets the shell in which the script runs."""
     only_the_first = '[ "$SLURM_PROCID" = 0 ] || exit 0; exec "$@"'
     shell = ["bash", "-c", only_the_first, "shell", *RANK]
     ended = srun(cluster, "--nodes=1", "--ntasks=2", *shell, cwd=tmp_path)
@@ -48,8 +48,8 @@ def test_a_shell_of_several_tasks_is_not_a_launch(cluster, tmp_path):
     assert ended.stdout == "rank 0 of 1 is local rank 0\n", ended.stderr
 
 
-def test_one_gpu_a_task_has_the_index_0(cluster, tmp_path):
-    """Slurm's own variable: how many devices a task sees, of which the first has the index 0."""
+def test_the_only_gpu_of_a_task_has_index_0(cluster, tmp_path):
+    """A task sees only the GPUs that Slurm puts in CUDA_VISIBLE_DEVICES. The first has index 0."""
     see = ["bash", "-c", 'echo "$SLURM_LOCALID sees $CUDA_VISIBLE_DEVICES"']
     flags = ["--nodes=1", "--ntasks=2"]
     ended = srun(cluster, *flags, shown("--gpus-per-task=1"), *see, cwd=tmp_path)
@@ -65,7 +65,7 @@ def test_an_interface_that_is_not_there(cluster, name, tmp_path):
 
 
 def test_a_name_that_resolves_to_localhost(cluster, tmp_path):
-    """As Debian writes it into /etc/hosts: gloo tells the others 127.0.1.1."""
+    """Debian writes such a line into /etc/hosts. gloo then gives the other ranks 127.0.1.1."""
     (tmp_path / "as_debian").write_text(
         "hosts=$(grep -v $(hostname) /etc/hosts)\n"
         'echo "$hosts" > hosts.$(hostname); echo "127.0.1.1 $(hostname)" >> hosts.$(hostname)\n'
@@ -80,14 +80,14 @@ def test_a_name_that_resolves_to_localhost(cluster, tmp_path):
 
 
 def test_a_master_that_resolves_to_localhost(cluster, tmp_path):
-    """As `hostname --ip-address` gives it on such a host."""
+    """`hostname --ip-address` prints this address on such a host."""
     ended = srun(cluster, *TWO, *RANK, cwd=tmp_path, MASTER_ADDR="127.0.1.1", MASTER_PORT="29500")
     assert ended.code != 0 and shown("master at 127.0.1.1") in ended.stderr
     assert shown("cannot reach the master") in ended.stderr
 
 
 def test_a_port_in_use(cluster, tmp_path):
-    """As by another job with that MASTER_PORT; without it, each step has a port of its own."""
+    """Another job has the same MASTER_PORT. Without MASTER_PORT, each step gets its own port."""
     listen = "import socket, time; taken = socket.create_server(('', 29700)); print('listens')"
     taken = cluster.on("node1", sys.executable, "-c", f"{listen}; time.sleep(100)")
     with Running(*taken, cwd=tmp_path) as other:
@@ -98,8 +98,8 @@ def test_a_port_in_use(cluster, tmp_path):
         assert ended.code == 0 and "rank 1 of 2" in ended.stdout, ended.stderr
 
 
-def test_a_torchrun_for_each_task_is_a_training_for_each_task(cluster, tmp_path):
-    """Two tasks, two torchruns of two ranks: not one training of four ranks."""
+def test_a_torchrun_in_each_task_is_a_separate_training(cluster, tmp_path):
+    """Two tasks start two torchruns with two ranks each, not one training with four ranks."""
     (tmp_path / "rank.py").write_text(MEET)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node=2", "rank.py"]
@@ -108,15 +108,15 @@ def test_a_torchrun_for_each_task_is_a_training_for_each_task(cluster, tmp_path)
         assert ended.stdout.count("rank 0 of 2") == tasks, ended.stderr
 
 
-def test_the_batch_shell_fills_in_its_own_node(cluster, tmp_path):
-    """Unquoted, the variable is that of the shell; quoted, a shell on each node fills it in."""
+def test_the_batch_shell_expands_variables_to_its_own_node(cluster, tmp_path):
+    """The batch shell expands an unquoted variable. In quotes, a shell on each node expands it."""
     (tmp_path / "job.sh").write_text(
         "#!/bin/bash\nsrun echo node rank $SLURM_NODEID\n"
         "srun bash -c 'echo its node rank $SLURM_NODEID'\n"
     )
     with Job(cluster, "--nodes=2", "--ntasks-per-node=1", "job.sh", cwd=tmp_path) as job:
         job.wait_until("COMPLETED", "FAILED")
-    lines = sorted(re.findall(r"^(?!srun: ).+", job.text(), re.M))  # srun may wait for its nodes
+    lines = sorted(re.findall(r"^(?!srun: ).+", job.text(), re.M))  # without srun's messages
     assert lines == ["its node rank 0", "its node rank 1", "node rank 0", "node rank 0"]
 
 
@@ -130,7 +130,7 @@ def test_tasks_that_are_not_spread_evenly(cluster, tmp_path):
 
 
 def test_a_directive_below_a_command_is_ignored(cluster, tmp_path):
-    """sbatch stops to read them at the first command, without a word."""
+    """sbatch stops reading directives at the first command, without a message."""
     lines = ["#!/bin/bash", "#SBATCH --nodes=2", "hostname", "#SBATCH --job-name=below"]
     (tmp_path / "job.sh").write_text("\n".join(lines) + "\n")
     with Job(cluster, "job.sh", cwd=tmp_path) as job:
@@ -142,7 +142,7 @@ def test_a_directive_below_a_command_is_ignored(cluster, tmp_path):
 
 
 def test_a_requeued_job_waits_and_may_lose_its_log(cluster, tmp_path):
-    """About two minutes; and without --open-mode=append the log begins anew."""
+    """It waits about two minutes. Without --open-mode=append, the new run overwrites the log."""
     (tmp_path / "job.sh").write_text("#!/bin/bash\necho run $SLURM_RESTART_COUNT; sleep 60\n")
     logs = {}
     for mode in ("truncate", "append"):

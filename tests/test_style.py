@@ -1,4 +1,4 @@
-"""Names in the package are the field's words, and what it exports describes its arguments."""
+"""The package uses the field's words as names, and documents the arguments of what it exports."""
 
 import ast
 import inspect
@@ -146,22 +146,22 @@ def test_names_are_the_fields_words() -> None:
         "import outcomes",
     ],
 )
-def test_every_way_to_define_a_private_word(text: str) -> None:
+def test_a_private_word_is_found_however_it_is_defined(text: str) -> None:
     assert complaints(text, "a.py")
 
 
-def test_a_file_with_a_private_word() -> None:
+def test_a_private_word_is_found_as_the_name_of_a_file() -> None:
     (line,) = complaints("", "training/position.py")
     assert line == "training/position.py:1: position: call it samples_seen"
 
 
-def test_what_is_only_used_and_a_functions_own_outcomes() -> None:
+def test_names_that_are_only_used_and_a_functions_own_outcomes_are_allowed() -> None:
     text = 'file.tell()\nprint(found, x.position)\ndef f():\n  outcomes = {}\n  """position"""\n'
     assert complaints(text, "a.py") == []
 
 
-def functions_exported() -> Iterator[tuple[str, Callable[..., Any], str]]:
-    """Yield the name, the function and the description of all that the reference shows."""
+def exported_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
+    """Yield the name, the object and the docstring of each function, class and method exported."""
     for name in ddp_ref.__all__:
         exported = getattr(ddp_ref, name)
         if not inspect.isclass(exported):
@@ -175,7 +175,7 @@ def functions_exported() -> Iterator[tuple[str, Callable[..., Any], str]]:
 
 def test_the_reference_lists_all_arguments() -> None:
     missing = []
-    for name, function, text in functions_exported():
+    for name, function, text in exported_functions():
         arguments = text.partition("Args:")[2] or text.partition("Attributes:")[2]
         for parameter in inspect.signature(function).parameters:
             if parameter != "self" and f" {parameter}:" not in arguments.replace("*", ""):

@@ -1,4 +1,4 @@
-"""What the targets of the Makefile name is complete."""
+"""The Makefile's targets leave no file out."""
 
 import re
 import sys
@@ -13,7 +13,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def test_the_mutations_fit_the_package(tmp_path):
-    """Each occurs once in the file that it breaks, and no file is left out."""
+    """The text that each replaces occurs once in its file, and no file is left out."""
     ended = run(sys.executable, ROOT / "tests" / "mutants.py", "--list", cwd=tmp_path)
     assert ended.code == 0, ended.stderr
     broken = set(re.findall(r"^    ([\w/]+\.py), ", ended.stdout, re.MULTILINE))

@@ -1,4 +1,4 @@
-"""TrainerDDP: what the guide's two scripts and its YAML do; one split for all ranks."""
+"""TrainerDDP: the guide's two scripts and its YAML file work, and all ranks share one split."""
 
 import csv
 import math
@@ -20,7 +20,7 @@ from ddp_ref import Callback, Checkpoint, LearningRateMonitor, TrainerDDP, run_r
 
 LIMIT = timedelta(minutes=4)
 
-# The guide's sections and keys, all of them; its calls, in its order.
+# All sections and keys of the guide, and all its calls, in the same order.
 CONFIG = """
 criterion: !pyobject __main__.compute_loss
 data: {type: !pyobject __main__.Points, args: [300]}
@@ -111,7 +111,7 @@ if __name__ == "__main__":
 
 
 def test_the_guides_two_scripts(tmp_path):
-    """Spawn and torchrun run them, and find the same numbers, bit for bit."""
+    """They run under spawn and under torchrun, and give the same numbers, bit for bit."""
     tests = {"PYTHONPATH": str(Path(__file__).parent)}
     runs = []
     for name, command in [
@@ -125,7 +125,7 @@ def test_the_guides_two_scripts(tmp_path):
         ended = run(*command, cwd=folder, env=tests)
         assert ended.code == 0, ended.stderr
         assert "[RANK 0]" in ended.stderr and "[RANK 1]" not in ended.stderr
-        assert "pin_memory" not in ended.stderr  # no warning: without a GPU it is left out
+        assert "pin_memory" not in ended.stderr  # no warning: it is off without a GPU
         assert "sizes: [240, 30, 30]" in ended.stderr
         runs.append((ended.stdout, (folder / "out" / "history.csv").read_text()))
         assert {path.name for path in (folder / "out").iterdir()} == {
@@ -201,7 +201,7 @@ class Validates(Callback):
         self.handler.validate()
 
 
-def test_the_spread_is_of_the_validation_at_the_end_of_the_epoch():
+def test_the_spread_covers_only_the_validation_at_the_end_of_the_epoch():
     spreads = []
     for callbacks in ([], [{"type": Validates}]):
         trainer = TrainerDDP(0, configuration() | {"callbacks": callbacks})
@@ -211,7 +211,7 @@ def test_the_spread_is_of_the_validation_at_the_end_of_the_epoch():
 
 
 class Drawn(Dataset):
-    """Numbers that nobody has seeded, as in the tutorial; `more` items on a rank above 0."""
+    """Random numbers without a seed, as in the tutorial. Rank r has r * `more` extra items."""
 
     def __init__(self, size, more=0):
         number = size + more * int(os.environ["RANK"])
@@ -256,13 +256,13 @@ def test_the_split_is_the_same_on_all_ranks_and_nothing_leaks():
         assert all(torch.equal(*pair) for pair in zip(items, ranks[0][0], strict=True))
     assert len(torch.cat(ranks[0][0]).unique(dim=0)) == 37
     seen = torch.cat([own for _, own, _ in ranks]).unique(dim=0)
-    assert torch.equal(seen, ranks[0][0][0].unique(dim=0))  # the training part, and no other item
+    assert torch.equal(seen, ranks[0][0][0].unique(dim=0))  # all training items, and no others
 
 
 def check_spread(items, results):
-    """All ranks stopped after the same epoch, with the spread over the batches of all of them."""
+    """Check that all ranks stopped after the same epoch, with the spread over all their batches."""
     assert results[0] == results[1] == results[2] and len(results[0]) == 2
-    assert len(items) == 4  # two for rank 0, one for each other, in a batch each
+    assert len(items) == 4  # two on rank 0 and one on each of the others: one batch per rank
     assert results[0][-1]["loss_std"] > 0
 
 
@@ -284,7 +284,7 @@ def forward(model, batch):
 
 
 class Right:
-    """A metric object: how many targets were right."""
+    """A metric object that counts the correct outputs."""
 
     def __init__(self):
         self.reset()
@@ -299,7 +299,7 @@ class Right:
         return self.right
 
 
-def test_batches_of_any_shape_a_scheduler_and_callbacks():
+def test_batches_of_any_structure_with_a_scheduler_and_callbacks():
     plain = configuration()
     keys = {"collate_fn": as_dict, "forward": forward, "count": lambda batch: len(batch["y"])}
     keys["scheduler"] = {"type": torch.optim.lr_scheduler.StepLR, "args": [1], "every": "step"}
@@ -318,7 +318,7 @@ def test_batches_of_any_shape_a_scheduler_and_callbacks():
         assert one == other
 
 
-def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
+def test_a_run_does_not_resume_with_other_data_or_another_optimizer_or_model(tmp_path):
     def train(config):
         trainer = TrainerDDP(0, config)
         return trainer.run_training(*trainer.prepare_dataloaders()[:2])
@@ -334,7 +334,7 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
     changed = {"num_epochs": 2, "optimizer_kwargs": {"lr": 1e-7}}
     with pytest.warns(UserWarning, match=r"lr is 1e-07, but the checkpoint has 0\.1"):
         train(config | {"training": config["training"] | changed})
-    # With nothing to validate on, epochs have no such results.
+    # After a resume without validation data, an epoch's validation results are NaN.
     config["training"]["num_epochs"] = 3
     config |= {"validation": {"data": {"type": Points, "args": [0]}}, "testing": {"fraction": 0.2}}
     _, val_results = train(config)
@@ -349,12 +349,12 @@ def test_a_run_does_not_go_on_with_what_is_not_its_own(tmp_path):
         ({"data": {"type": Points}}, "data cannot be created from its args and kwargs: .*'size'"),
     ],
 )
-def test_what_cannot_be_made_is_named(change, text):
+def test_the_error_names_what_cannot_be_created(change, text):
     with pytest.raises((TypeError, ValueError), match=text):
         TrainerDDP(0, configuration() | change).prepare_dataloaders()
 
 
-def test_a_loss_that_is_no_number_has_no_spread():
+def test_a_nan_loss_has_a_nan_spread():
     def criterion(outputs, targets):
         loss = nn.functional.cross_entropy(outputs, targets)
         return loss if torch.is_grad_enabled() else loss * math.nan
@@ -365,14 +365,14 @@ def test_a_loss_that_is_no_number_has_no_spread():
     assert math.isnan(trainer.run_test(loaders[2])["loss_std"])
 
 
-def test_data_of_its_own_for_validation_and_none_for_testing():
+def test_separate_validation_data_and_no_test_data():
     config = configuration()
     config["validation"] = {"data": {"type": Points, "args": [7]}}
     config["testing"] = {"fraction": 0}
     trainer = TrainerDDP(0, config)
     loaders = trainer.prepare_dataloaders()
     assert [len(loader.dataset) for loader in loaders] == [50, 7, 0]
-    assert loaders[0].dataset.dataset.noise == 0  # the whole data set as it is, in its order
+    assert loaders[0].dataset.dataset.noise == 0  # the whole data set itself, not a Subset
     config["validation"] = {"fraction": 0}
     trainer = TrainerDDP(0, config)
     train_results, val_results = trainer.run_training(*trainer.prepare_dataloaders()[:2])
@@ -380,7 +380,7 @@ def test_data_of_its_own_for_validation_and_none_for_testing():
     assert math.isnan(trainer.run_test(loaders[2])["loss"])
 
 
-def test_it_stops_early_saves_and_goes_on(tmp_path):
+def test_the_trainer_stops_early_saves_and_resumes(tmp_path):
     config = configuration(path=str(tmp_path), num_epochs=50, checkpoint_at=None)
     stopping = {"type": "DefaultEarlyStopping", "kwargs": {"patience": 2, "min_delta": 10.0}}
     trainer = TrainerDDP(0, config | {"early_stopping": stopping})
@@ -410,7 +410,7 @@ def test_it_stops_early_saves_and_goes_on(tmp_path):
         ),
     ],
 )
-def test_what_does_not_fit_this_process_is_refused(change, text):
+def test_a_configuration_that_cannot_work_in_this_process_is_rejected(change, text):
     with pytest.raises(ValueError, match=text):
         TrainerDDP(0, configuration() | change)
 
@@ -420,7 +420,7 @@ def test_a_wrong_rank_is_refused():
         TrainerDDP(1, configuration())
 
 
-def test_loaders_of_the_users_own_are_rebuilt():
+def test_the_users_own_loaders_are_rebuilt():
     """A plain loader gives the same results as the one that prepare_dataloaders makes from it."""
     results = []
     for own in (False, True):
@@ -439,7 +439,7 @@ def test_a_signal_saves_where_the_next_run_loads(tmp_path):
     assert trainer.handler.save_folder == tmp_path / "run"
 
 
-def test_a_validation_stream_is_refused_and_not_left_out():
+def test_a_validation_stream_is_rejected_rather_than_ignored():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter([])
@@ -450,7 +450,7 @@ def test_a_validation_stream_is_refused_and_not_left_out():
         trainer.run_training(train_loader, DataLoader(Stream(), 4))
 
 
-def test_a_fresh_run_warns_of_no_checkpoint(recwarn):
+def test_a_fresh_run_does_not_warn_about_a_checkpoint(recwarn):
     cycle = {"type": torch.optim.lr_scheduler.OneCycleLR, "every": "step"}
     cycle["kwargs"] = {"max_lr": 0.1, "total_steps": 100}
     settings = {"optimizer_kwargs": {"lr": 0.01, "momentum": 0.8}, "num_epochs": 1}
@@ -459,7 +459,7 @@ def test_a_fresh_run_warns_of_no_checkpoint(recwarn):
     assert not [w for w in recwarn if "the checkpoint has" in str(w.message)]
 
 
-def test_a_scheduler_that_changed_the_rate_is_no_reason_for_a_warning(tmp_path, recwarn):
+def test_a_learning_rate_that_the_scheduler_changed_causes_no_warning(tmp_path, recwarn):
     steps = {"type": torch.optim.lr_scheduler.StepLR, "args": [1], "every": "epoch"}
     for epochs in (1, 2):
         config = configuration(path=str(tmp_path), num_epochs=epochs, scheduler=steps)

@@ -38,7 +38,7 @@ def command(script: str, nproc: int, *flags: str) -> list[str | Path]:
 
 
 def train(folder: Path, script: str, nproc: int, *flags: str) -> Result:
-    """Run a script to its end in `folder` (never its own) and return what it printed."""
+    """Run a script to its end in `folder`, not in its own folder, and return what it printed."""
     result = run(*command(script, nproc, *flags), cwd=folder, env=DUMP)
     assert result.code == 0, result.stderr
     return result
@@ -73,7 +73,7 @@ def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
 
 
 def assert_learned(result: Result, saved: Path, seed: int = 0) -> None:
-    """The loss fell, the accuracy rose and is exact for the saved weights, every weight moved."""
+    """Check that the loss fell, the accuracy rose and fits the weights, and each weight changed."""
     epochs = history(result.stdout)
     assert [number for number, _, _ in epochs] == [1, 2, 3]
     assert epochs[-1][1] < epochs[0][1] / 2
@@ -87,7 +87,7 @@ def assert_learned(result: Result, saved: Path, seed: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
-    """Return what single_gpu.py reports of 3 epochs with a batch of 96, and its weights."""
+    """Return what single_gpu.py reports for 3 epochs with a batch of 96, and its weights."""
     folder = tmp_path_factory.mktemp("one_process")
     result = train(folder, "single_gpu", 1, "--epochs", "3", "--batch-size", "96")
     return history(result.stdout), weights(folder / "checkpoint.pt")
@@ -136,7 +136,7 @@ def test_each_step_of_the_ladder_computes_the_same(tmp_path):
     assert_equal(trained[1], trained[2])
 
 
-@pytest.mark.full  # test_readme.py has the first command, which is this with the default seed
+@pytest.mark.full  # test_readme.py runs the README's first command: this with the default seed
 @pytest.mark.parametrize("seed", range(5))
 def test_accuracy_with_defaults(tmp_path, seed):
     """Two CPU processes reach 96 % with each seed, and 97 % with the default one."""
@@ -165,7 +165,7 @@ def test_saves_every_few_epochs_and_the_last(tmp_path):
 
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_minimal_ddp(tmp_path, nproc):
-    """It runs alone in a folder of its own: by plain python (0) and under torchrun."""
+    """Alone in an empty folder, it runs with plain python (nproc 0) and under torchrun."""
     shutil.copy(SCRIPTS / "minimal_ddp.py", tmp_path / "train.py")
     command = torchrun(nproc, "train.py") if nproc else [sys.executable, "train.py"]
     ended = run(*command, cwd=tmp_path)
@@ -181,7 +181,7 @@ def test_minimal_ddp(tmp_path, nproc):
     model.load_state_dict(state)
     inputs = torch.randn(1000, 20)
     right = model(inputs).argmax(1) == (inputs.square().sum(1) > 20).long()
-    assert right.float().mean() > 0.75  # on points that it has not seen
+    assert right.float().mean() > 0.75  # on points that the model has not seen
 
 
 @pytest.mark.parametrize(

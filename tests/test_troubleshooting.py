@@ -1,4 +1,4 @@
-"""Every message that a reader may paste has a heading in troubleshooting.md, and is a real one.
+"""Every message that a reader may search for has a heading in troubleshooting.md, and is real.
 
 The page's own fences produce most of the messages. This file checks the rest at its source: in the
 installed torch, in the CUDA build if that is installed, or in our own code.
@@ -25,7 +25,7 @@ HANGS = (ROOT / "docs" / "nccl-hangs.md").read_text()
 FENCES = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 HEADINGS = re.findall(r"^##+ (.+)$", FENCES.sub("", PAGE), re.MULTILINE)
 
-# A message, and where the installed torch has it: files of every build.
+# Messages, and the file of the installed torch that contains each. Every build has these files.
 IN_TORCH = {
     "Address already in use": "distributed/elastic/utils/distributed.py",
     "EADDRINUSE": "lib/libtorch_cpu.so",
@@ -33,11 +33,11 @@ IN_TORCH = {
     "client socket has timed out": "lib/libtorch_cpu.so",
     "Gloo connectFullMesh failed": "lib/libtorch_cpu.so",
     "No backend type associated with device type": "lib/libtorch_cpu.so",
-    "Bus error": None,  # the system's name of the signal
+    "Bus error": None,  # the operating system's name for the signal
     "Too many open files": "utils/data/dataloader.py",
     "received by PID": "distributed/elastic/multiprocessing/errors/__init__.py",
     "ChildFailedError": "distributed/elastic/multiprocessing/errors/__init__.py",
-    "SIGABRT": None,  # the system's, too
+    "SIGABRT": None,  # also the operating system's
     "Connection closed by peer": "lib/libtorch_cpu.so",
     "Timed out waiting": "lib/libtorch_cpu.so",
     "Expected to have finished reduction": "lib/libtorch_cpu.so",
@@ -55,8 +55,8 @@ IN_TORCH = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "lib/libtorch_cpu.so",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "lib/libtorch_cpu.so",
 }
-# Only CUDA builds have these: torch's library, NCCL's and the CUDA runtime's. All were found by
-# hand in torch 2.13.0 for CUDA 13, nvidia-nccl-cu13 2.29.7 and nvidia-cuda-runtime 13.0.96.
+# Only CUDA builds have these, in the libraries of torch, of NCCL and of the CUDA runtime. We found
+# all by hand in torch 2.13.0 for CUDA 13, nvidia-nccl-cu13 2.29.7 and nvidia-cuda-runtime 13.0.96.
 TORCH_CUDA, C10_CUDA = "torch/lib/libtorch_cuda.so", "torch/lib/libc10_cuda.so"
 NCCL, RUNTIME = "nvidia/nccl/lib/libnccl.so.2", "nvidia/*/lib/libcudart.so.*"
 IN_CUDA_BUILDS = {
@@ -106,7 +106,7 @@ OURS = [
     "--max-restarts needs a new store for each attempt",
     "holds another model's weights",
 ]
-# Under another message's heading, or on the page about hangs.
+# No heading of their own: they are under another message's heading, or on the page about hangs.
 WITHOUT_HEADING = {
     "marked as ready twice",
     "Unexpected bus error encountered in worker",
@@ -192,4 +192,4 @@ def test_the_defaults_of_the_flight_recorder():
         dist.destroy_process_group()
     (status,) = (s for s in recorded["pg_status"].values() if s["last_enqueued_collective"] > 2_000)
     assert len(recorded["entries"]) == 2_000
-    assert status["last_completed_collective"] > 2_000  # a thread notes it, a moment later
+    assert status["last_completed_collective"] > 2_000  # a thread updates it a little later

@@ -6,12 +6,12 @@ from torch.utils.data import Dataset
 
 from ddp_ref import Handler
 
-# torch's first optimizer sets a variable of the environment, which a test may not.
+# The first optimizer sets an environment variable, and no test may change the environment.
 torch.optim.SGD(nn.Linear(1, 1).parameters())
 
 
 class Points(Dataset):
-    """Points in four dimensions and on which side of a plane they lie; `noise` is drawn anew."""
+    """Points in four dimensions, and on which side of a plane each lies, with optional noise."""
 
     def __init__(self, size, noise=0.0, dtype=torch.float32):
         generator = torch.Generator().manual_seed(1)
@@ -51,7 +51,7 @@ def job(
     loader=None,
     **options,
 ):
-    """Return a Handler on the CPU with its training set; `loader` is for its DataLoader."""
+    """Return a Handler on the CPU with a training set. `loader` has options of its DataLoader."""
     torch.set_num_threads(1)
     model = network() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, fused=fused)

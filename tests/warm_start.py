@@ -1,20 +1,21 @@
 """Start Python processes by forking one that has already imported torch.
 
-A fresh interpreter needs two seconds of a core to import torch and scikit-learn, and the tests
+A fresh interpreter needs two seconds of CPU time to import torch and scikit-learn, and the tests
 start about a thousand of them. `install()` replaces `subprocess.Popen` in this process. A command
 that runs this very interpreter is then forked from a template process, which takes about 0.1 s.
-The result is a real process: its parent is the process that started it, it has a session, files,
-environment and arguments of its own, and it exits or is killed like any other.
+The result is a real process: its parent is the process that started it, it has its own session,
+files, environment and arguments, and it exits or is killed like any other.
 
 A forked process differs from a fresh one in these ways:
 - All processes share one hash seed, and torch's objects have the same addresses in all of them. So
   a set has the same order in every rank. The tests that care start fresh ranks.
 - The modules in PRELOADED are imported already, so a missing import of one of them goes unnoticed.
-- The umask is pytest's, and a command without a session of its own stays in pytest's.
+- The umask is pytest's, and a command that does not start a new session stays in pytest's.
 
-Processes that a fork cannot imitate start as fresh interpreters: other interpreter options (`-W`,
-`-X`), changed variables that count when Python or a library starts (READ_AT_START), and
-`Running(..., fresh=True)` of harness.py. On other systems than Linux every process starts fresh.
+A process that a fork cannot imitate starts as a fresh interpreter. That is so for a command with
+other interpreter options (`-W`, `-X`), for an environment that changes a variable that Python or a
+library reads when it starts (READ_AT_START), and for `Running(..., fresh=True)` of harness.py. On
+systems other than Linux, every process starts fresh.
 """
 
 import ctypes
@@ -46,12 +47,12 @@ from harness import FRESH
 
 PRELOADED = ("torch", "torch.distributed.run", "numpy", "sklearn.datasets", "cloudpickle", "psutil")
 
-# Variables that count only when a process starts. A fork imitates those of HANDLED.
+# Prefixes of variables that are read only when a process starts. HANDLED: a fork imitates these.
 READ_AT_START = ("PYTHON", "TORCH_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "OPENBLAS_")
 HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 HANDLED |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}  # torchrun reads it when it makes a store
 
-SPACE = "_" * 2**14  # an argument and a variable of the template, see `_show_to_others`
+SPACE = "_" * 2**14  # pads the template's arguments and environment, see `_show_to_others`
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MESSAGE_SIZE = 2**17  # bytes of a request, which must fit into the socket's buffer
 MAX_FDS = 64
@@ -64,20 +65,20 @@ _template: "Template | None" = None
 
 @dataclass
 class Start:
-    """What a new process is to run, and with what."""
+    """What a new process runs, and what it inherits."""
 
     arguments: list[str]  # without the interpreter
     environment: dict[str, str]
     folder: str
     new_session: bool
-    descriptors: list[int]  # the numbers that the descriptors sent along get there
-    blocked: list[int]  # signals, as an interpreter inherits them
+    descriptors: list[int]  # the numbers that the sent descriptors get in the new process
+    blocked: list[int]  # signals, as a fresh interpreter would inherit them
     ignored: list[int]
-    depth: int = 0  # of the template to be made for it, if it may start others; 0: none
+    depth: int = 0  # of its own template, if it may start processes; 0: no template
 
 
 class Template:
-    """The process that is forked, seen from the one that starts processes."""
+    """A process that forks itself for each request, as seen by the process that asks it to."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Template:
     ) -> None:
         self.connection = connection
         self.connection.settimeout(PATIENCE)
-        self.depth = depth  # 1: of the tests; 2: of what they start; 3: of what that starts
+        self.depth = depth  # 1: used by the tests; 2: by what they start; 3: by what that starts
         self.process = process
         self.owner = os.getpid()
         self.read_at_start = _read_at_start(dict(os.environ))
@@ -95,7 +96,7 @@ class Template:
         self.numbers = itertools.count()
 
     def start(self, start: Start, descriptors: list[int]) -> int | None:
-        """Return the new process's number, or None if it must be started fresh."""
+        """Fork the process and return its pid, or None if it must be started fresh."""
         if os.getpid() != self.owner or not self.can_fork(start):
             return None
         if self.may_start_others(start.arguments):
@@ -108,13 +109,13 @@ class Template:
             with self.lock, _adopting():
                 socket.send_fds(self.connection, [request], descriptors)
                 return self.reply_to(number)
-        except OSError:  # the template is gone: a test may have killed a group
+        except OSError:  # the template is gone: a test may have killed its process group
             if self.process is not None:
                 raise
             return None
 
     def reply_to(self, number: int) -> int:
-        """Return the number of the process that this request started."""
+        """Return the pid of the process that request `number` started."""
         while True:
             reply = self.connection.recv(64)
             if not reply:
@@ -122,18 +123,22 @@ class Template:
             answered, pid = map(int, reply.split())
             if answered == number:
                 return pid
-            with suppress(ProcessLookupError):  # a timeout or Ctrl-C left this one unclaimed
+            with suppress(ProcessLookupError):  # a timeout or Ctrl-C cut its request short
                 os.kill(pid, signal.SIGKILL)
 
     def may_start_others(self, arguments: list[str]) -> bool:
-        """Tell whether a process is a launcher, a notebook's kernel or a rank of mp.spawn."""
+        """Return whether a process may start processes itself, so that it needs its own template.
+
+        A rank of mp.spawn and a notebook's kernel may, unless they are nested too deep. So may any
+        script or module that a test starts itself, because it may be a launcher.
+        """
         text = " ".join(arguments)
         if "spawn_main" in text or "ipykernel_launcher" in text:
             return self.depth <= 2
         return self.depth == 1 and "-c" not in arguments[:3]
 
     def can_fork(self, start: Start) -> bool:
-        """Tell whether a forked process would be as a fresh one with these arguments would."""
+        """Return whether a fork would behave like a fresh process that is started like this."""
         match without_options(start.arguments):
             case ["-c" | "-m", _, *_]:
                 known = True
@@ -146,7 +151,7 @@ class Template:
 
 
 def without_options(arguments: list[str]) -> list[str]:
-    """Leave out the options of the interpreter that a forked process can do without."""
+    """Drop the leading interpreter options that a fork can imitate (`-u`) or ignore (`-B`)."""
     return list(itertools.dropwhile(("-u", "-B").__contains__, arguments))
 
 
@@ -159,7 +164,7 @@ def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
 
 
 class Popen(_FreshPopen):
-    """subprocess.Popen that forks the template where it can."""
+    """A subprocess.Popen that forks the template where it can."""
 
     def _execute_child(self, *args: Any) -> None:  # type: ignore[override]
         names = list(inspect.signature(_FreshPopen._execute_child).parameters)[1:]
@@ -175,7 +180,7 @@ class Popen(_FreshPopen):
 
 
 def _fork(template: Template, given: dict[str, Any]) -> int | None:
-    """Return the number of the process that Popen's arguments ask for; None: start it fresh."""
+    """Fork the process that Popen's arguments describe. Return its pid; None: start it fresh."""
     command = given["args"]
     unusual = (given["shell"], given["preexec_fn"], not given["close_fds"], given["umask"] + 1)
     other_user = any(given[name] is not None for name in ("uid", "gid", "gids"))
@@ -191,7 +196,7 @@ def _fork(template: Template, given: dict[str, Any]) -> int | None:
     start = Start(
         arguments,
         {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()},
-        os.path.abspath(given["cwd"] or "."),  # noqa: PTH100 - a link stays one
+        os.path.abspath(given["cwd"] or "."),  # noqa: PTH100 - keeps symbolic links
         given["start_new_session"],
         [0, 1, 2, *given["pass_fds"]],
         *_signals(),
@@ -215,7 +220,7 @@ def _spawn(path: Any, command: list[Any], descriptors: Any) -> int:
 def _signals() -> tuple[list[int], list[int]]:
     """Return the signals that are blocked and those that are ignored here: children inherit both.
 
-    Python itself ignores SIGPIPE and SIGXFSZ, and lets its children have them.
+    SIGPIPE and SIGXFSZ do not count: Python ignores them itself, but resets them for its children.
     """
     others = signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
     ignored = [number for number in others if signal.getsignal(number) is signal.SIG_IGN]
@@ -223,7 +228,7 @@ def _signals() -> tuple[list[int], list[int]]:
 
 
 def install() -> None:
-    """Have this process, and those that it starts, fork what they can."""
+    """Make this process, and those that it starts, fork new processes wherever they can."""
     if sys.platform != "linux" or FRESH in os.environ:
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -239,7 +244,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take `install` back, and wait until the template has exited."""
+    """Undo `install`, and wait until the template has exited."""
     global _template
     if _template is not None and _template.process is not None:
         subprocess.Popen = _FreshPopen  # type: ignore[misc]
@@ -260,15 +265,15 @@ def _use(template: Template) -> None:
 
 
 def main() -> None:
-    """Import what most tests need, then fork. The forked processes return from `serve`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the processes of the test
+    """Import what most tests need, then fork for each request. Only a fork returns from `serve`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the test's processes
     subprocess.Popen = Popen  # type: ignore[misc]  # before torchrun's code imports it
-    ours = os.environ.pop("PYTHONPATH", "").split(os.pathsep)  # it may be where torch is
-    paths = [path for path in sys.path[1:] if path not in ours]  # each process gets its own
+    ours = os.environ.pop("PYTHONPATH", "").split(os.pathsep)  # torch may be in one of them
+    paths = [path for path in sys.path[1:] if path not in ours]  # each fork adds its own
     for name in PRELOADED:
         with suppress(ImportError):  # the test that needs the module reports it
             importlib.import_module(name)
-    sys.modules.pop("torch.distributed.run", None)  # `python -m` runs it as new
+    sys.modules.pop("torch.distributed.run", None)  # `python -m` loads it again
     gc.freeze()
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.send(b"ready")
@@ -281,14 +286,14 @@ def main() -> None:
 
 
 def serve(connection: socket.socket) -> Start:
-    """Fork a process for each request; return in the new process, with what it is to run."""
+    """Fork a process for each request. In the new process, return what it is to run."""
     while True:
         try:
             request, received, _, _ = socket.recv_fds(connection, MESSAGE_SIZE, MAX_FDS)
         except ConnectionResetError:
             request = b""
         if not request:
-            os._exit(0)  # the process that we serve has exited
+            os._exit(0)  # the process that we fork for has exited
         template = os.getpid()
         middle = os.fork()
         if middle == 0:
@@ -312,10 +317,10 @@ def serve(connection: socket.socket) -> Start:
 
 
 def _show_to_others(start: Start) -> None:
-    """Take on what others may look at, or send signals to, as soon as the process is started.
+    """Set up what others may look at, or send a signal to, as soon as they know the process.
 
     /proc/<pid>/cmdline and environ show what an interpreter was started with, and tests find their
-    processes there. SPACE has made room for any command.
+    processes there. The template was started with SPACE to make room for longer commands.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number in start.ignored:
@@ -334,7 +339,7 @@ def _show_command(command: list[str]) -> None:
 
 
 def _overwrite(what: str, strings: Iterable[bytes], padding: bytes) -> None:
-    """Write what fits of `strings` to where the kernel reads our arguments or environment."""
+    """Overwrite the arguments or environment that the kernel shows for us. Cut what is too long."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first = {"arg": 45, "env": 47}[what]  # proc(5): arg_start, arg_end, env_start, env_end
     begin, end = map(int, fields[first : first + 2])
@@ -353,7 +358,7 @@ def _place(received: list[int], wanted: list[int]) -> None:
 
 
 def become(start: Start, paths: list[str]) -> None:
-    """Turn this forked process into the one that was asked for, up to its first line of code."""
+    """Turn this forked process into the requested one, up to its first line of code."""
     if signal.SIGINT not in start.ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(start.folder)
@@ -368,12 +373,12 @@ def become(start: Start, paths: list[str]) -> None:
 
 
 def _open_streams(unbuffered: bool) -> None:
-    """Make standard input, output and error as Python makes them when it starts."""
+    """Open standard input, output and error as Python does when it starts."""
     encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
     for number, name in enumerate(["stdin", "stdout", "stderr"]):
         default = getattr(sys, f"__{name}__")
         mode, size = ("rb", -1) if number == 0 else ("wb", 0 if unbuffered else -1)
-        binary = open(number, mode, size, closefd=False)  # noqa: SIM115 - for good
+        binary = open(number, mode, size, closefd=False)  # noqa: SIM115 - stays open
         stream = io.TextIOWrapper(
             binary,
             encoding or default.encoding,
@@ -386,7 +391,10 @@ def _open_streams(unbuffered: bool) -> None:
 
 
 def _reseed() -> None:
-    """Seed the generators from the system, as a fresh interpreter does; Python does its own."""
+    """Seed NumPy and torch from the system, as if they were just imported.
+
+    Python itself seeds `random` again after a fork.
+    """
     import numpy
     import torch
 
@@ -405,7 +413,7 @@ def run(arguments: list[str]) -> None:
     """Run a script, `-m module` or `-c code` as the interpreter's command line does."""
     arguments = without_options(arguments)
     sys.modules.pop("sitecustomize", None)
-    site.execsitecustomize()  # PYTHONPATH may hold one
+    site.execsitecustomize()  # PYTHONPATH may lead to one
     main = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
@@ -427,7 +435,10 @@ def run(arguments: list[str]) -> None:
 
 
 def with_template(depth: int) -> Start | None:
-    """Fork a template for this process, while it is still clean; return in what it forks, too."""
+    """Fork a template for this process, before this process runs any code of its own.
+
+    Return None here. In each process that the template forks, return what that process is to run.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if os.fork():
@@ -458,5 +469,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["warm_start"] = sys.modules["__main__"]  # kept, where `run` makes a new __main__
+    sys.modules["warm_start"] = sys.modules["__main__"]  # stays when `run` replaces __main__
     main()

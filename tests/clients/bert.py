@@ -1,4 +1,4 @@
-"""Train a BERT classifier of Hugging Face from scratch: dicts, accumulation, cosine, bf16."""
+"""Train a Hugging Face BERT classifier from scratch: dicts, accumulation, cosine, bf16."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Detect bright squares: batches are lists of images and of targets, and none has the same size."""
+"""Detect bright squares: a batch is a list of images of different sizes and a list of targets."""
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from ddp_ref import Handler, cleanup_ddp
 
 
 class Squares(Dataset):
-    """Images of 16 to 23 pixels with a bright square, and sometimes a second box of the same."""
+    """Images of 16 to 23 pixels with a bright square. One to three equal boxes mark the square."""
 
     def __init__(self, size, seed=0):
         self.size, self.seed = size, seed

@@ -18,7 +18,7 @@ collect_ignore_glob = [] if IN_PLACE else ["test_*.py"]
 
 
 def pytest_report_header():
-    """Say what to do, if somebody names this folder to a pytest that cannot run it."""
+    """Say what to do if somebody runs pytest on this folder in the wrong environment."""
     return None if IN_PLACE else "clients: left out here, run `make test-clients`"
 
 
@@ -35,7 +35,7 @@ def quiet(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_process_left(monkeypatch):
-    """Fail a test that leaves any process behind, also one that changed its parent."""
+    """Fail a test that leaves any process behind, even one that has another parent by now."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     yield

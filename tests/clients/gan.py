@@ -1,4 +1,4 @@
-"""Train a GAN in a loop of your own: two models, two optimizers, and nothing of Handler."""
+"""Train a GAN in a loop of your own: two models, two optimizers and no Handler."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from ddp_ref import (
 
 
 def points(size, seed=0):
-    """Return points around (2, -1): what the generator learns to make."""
+    """Return points around (2, -1), which the generator learns to imitate."""
     generator = torch.Generator().manual_seed(seed)
     around = torch.tensor([0.5, 0.2]) * torch.randn(size, 2, generator=generator)
     return TensorDataset(torch.tensor([2.0, -1.0]) + around)

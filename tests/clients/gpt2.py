@@ -1,4 +1,4 @@
-"""Train GPT-2 of Hugging Face from scratch on padded text, with exact means over its tokens."""
+"""Train Hugging Face's GPT-2 from scratch on padded text, with exact means over its tokens."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""A training loop in the way of nanoGPT, with the core of ddp_ref alone.
+"""A training loop in the style of nanoGPT, which uses only the core of ddp_ref.
 
 torchrun --standalone --nproc-per-node=2 nanogpt.py 60
 """
@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_ref import cleanup_ddp, initialize_ddp, on_rank, reduce_mean, seed_everything
 
-BATCH, BLOCK, MICRO_STEPS = 8, 32, 4  # sequences per rank and microbatch, tokens, of all ranks
+# Sequences per rank and microbatch, tokens per sequence, microbatches per step over all ranks.
+BATCH, BLOCK, MICRO_STEPS = 8, 32, 4
 EVERY, EVAL_BATCHES, RATE, WARMUP = 20, 8, 3e-3, 10
 
 text = "\n".join(topics[name] for name in sorted(topics))

@@ -1,4 +1,4 @@
-"""Validate with F1 and AUROC of torchmetrics, which are no means over batches."""
+"""Validate with F1 and AUROC of torchmetrics, which are not means over batches."""
 
 import torch
 from torch import nn

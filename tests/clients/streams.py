@@ -1,4 +1,4 @@
-"""Train on a stream that nobody knows the length of, on ranks whose parts end unevenly."""
+"""Train on a stream of unknown length, which ends earlier on some ranks than on others."""
 
 from itertools import islice
 

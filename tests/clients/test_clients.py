@@ -1,7 +1,7 @@
-"""Third-party code as its users write it, on two real ranks; each file beside this is one client.
+"""Run third-party code as its users write it, on two real ranks. Each file here is one client.
 
-Every test asserts what a broken port would get wrong: weights that moved and are the same on all
-ranks, a mean that equals the one of a single process, a resumed run that ends at the same bits.
+Every test asserts what a broken port would get wrong: the weights moved and are the same on all
+ranks, a mean equals that of a single process, or a resumed run ends with the same bits.
 """
 
 import math
@@ -30,13 +30,13 @@ def weights(model):
 
 
 def same_and_moved(start, *ends):
-    """Say whether all ranks ended at the same finite weights, which are not those of the start."""
+    """Return whether all ranks ended at the same finite weights, other than those at the start."""
     same = all(torch.equal(ends[0], end) for end in ends)
     return same and bool(ends[0].isfinite().all()) and not torch.equal(start, ends[0])
 
 
 class StopAt(Callback):
-    """Send this process the signal of a time limit after one step."""
+    """Send this process the signal of a time limit after the given step."""
 
     def __init__(self, step):
         self.step = step
@@ -60,7 +60,7 @@ SCRIPTS = {  # what to pass to each client that is started as a script, and what
 
 
 @pytest.mark.parametrize("client", SCRIPTS)
-def test_as_a_script(client, tmp_path):
+def test_a_client_runs_as_a_script(client, tmp_path):
     arguments, printed = SCRIPTS[client]
     command = torchrun(2, HERE / f"{client}.py", *arguments)
     ended = run(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, timeout=180)
@@ -68,7 +68,7 @@ def test_as_a_script(client, tmp_path):
     assert re.fullmatch(printed, ended.stdout.strip()), ended.stdout
 
 
-def test_graphs_with_the_loader_of_pytorch_geometric_resumed_within_an_epoch(tmp_path):
+def test_graphs_with_the_loader_of_pytorch_geometric_resume_within_an_epoch(tmp_path):
     def unbroken_and_stopped():
         import graphs
 
@@ -103,7 +103,7 @@ def test_graphs_with_the_loader_of_pytorch_geometric_resumed_within_an_epoch(tmp
     assert accuracies[-1] == results[0][2]
 
 
-def test_graphs_from_a_yaml_file_resumed(tmp_path):
+def test_graphs_from_a_yaml_file_resume(tmp_path):
     def both():
         return train("unbroken", 4), train("stopped", 2)
 
@@ -123,7 +123,7 @@ def test_graphs_from_a_yaml_file_resumed(tmp_path):
         assert torch.equal(resumed, one) and (again, same) == (progress, result)
 
 
-def test_bert_with_dicts_accumulation_a_cosine_schedule_and_bf16_resumed(tmp_path):
+def test_bert_with_dicts_accumulation_a_cosine_schedule_and_bf16_resumes(tmp_path):
     def train():
         import bert
 
@@ -233,7 +233,7 @@ def test_gpt2_on_padded_text_takes_the_steps_of_one_big_batch_and_validates_per_
         assert (uncounted[0] - exact).abs().max() > 1e-4, "the test sees what count= changes"
 
 
-def test_f1_and_auroc_of_torchmetrics_are_those_of_a_single_process():
+def test_f1_and_auroc_of_torchmetrics_equal_those_of_a_single_process():
     def train():
         import scores
         from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
@@ -319,7 +319,7 @@ def test_streams_that_end_unevenly():
         # A worker has 28 or 27 lines, which are 7 or 6 batches of 4. So a rank has 14 or 12.
         batches = 14 if rank == 0 else 12
         assert steps == len(numbers) == 40
-        for start in range(0, 40 - batches, batches):  # each time through the whole stream
+        for start in range(0, 40 - batches, batches):  # each pass through the whole stream
             lines = [line for batch in numbers[start : start + batches] for line in batch]
             assert len({*lines}) == len(lines) == 4 * batches
             assert {line % 4 // 2 for line in lines} == {rank}
@@ -388,7 +388,10 @@ def test_tensorboard_wandb_and_mlflow_write_the_history(tmp_path):
         return scalars, metrics, read_wandb()
 
     def read_wandb():
-        """Return what an offline run keeps: records after a head of 7 bytes, each in 7 + size."""
+        """Return what an offline run logged.
+
+        Its file has a header of 7 bytes, and so has each record in it.
+        """
         import json
 
         from wandb.proto.wandb_internal_pb2 import Record
@@ -414,7 +417,7 @@ def test_tensorboard_wandb_and_mlflow_write_the_history(tmp_path):
         assert all(abs(a[1] - b[1]) < 1e-6 for a, b in zip(scalars[name], pairs, strict=True))
 
 
-def test_a_loop_in_the_way_of_nanogpt_needs_the_core_only(tmp_path):
+def test_a_loop_in_the_style_of_nanogpt_needs_only_the_core(tmp_path):
     shutil.copytree(
         ROOT / "src" / "ddp_ref",
         tmp_path / "ddp_ref",

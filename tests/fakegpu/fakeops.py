@@ -33,7 +33,7 @@ SKIP = {
     "_to_copy",
     "alias",
     "as_strided",
-    "copy_",  # has a function of its own below
+    "copy_",  # replaced by its own function below
     "detach",
     "empty.memory_format",
     "empty_strided",
@@ -54,7 +54,7 @@ SKIP = {
 
 
 def counts():
-    """The counters of this process by name."""
+    """Return the counters of this process, by name."""
     out = {}
     while (name := lib.fake_name(len(out))) is not None:
         out[name.decode()] = lib.fake_count(len(out))
@@ -62,7 +62,7 @@ def counts():
 
 
 def host(tensor):
-    """A CPU tensor over the memory of a CUDA tensor."""
+    """Return a CPU tensor over the memory of a CUDA tensor."""
     if tensor.layout is not torch.strided:
         return tensor
     storage = tensor.untyped_storage()
@@ -81,7 +81,7 @@ def host(tensor):
 
 
 def to_device(tensor, device):
-    """A CUDA tensor with the strides and the values of a CPU tensor."""
+    """Return a CUDA tensor with the strides and the values of a CPU tensor."""
     out = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if tensor.numel():
         offset = tensor.storage_offset() * tensor.element_size()
@@ -99,7 +99,7 @@ def seed_cpu_from(generator):
 
 
 def on_cpu(op):
-    """The function that stands for an operator's CUDA kernel."""
+    """Return the function that replaces an operator's CUDA kernel."""
     name = op.name()
     random = "nondeterministic_seeded" in str(op.tags)
     takes_cpu_tensors = "index" in name or "split" in name
@@ -195,12 +195,12 @@ def copy_(self, src, non_blocking=False):
 
 
 def attention_choice(*args, **kwargs):
-    """SDPBackend.MATH: the other backends are kernels without a CPU version."""
+    """Return SDPBackend.MATH: the other backends are kernels without a CPU version."""
     return 0
 
 
 def replace_kernels(library):
-    """Give each operator that has a CUDA kernel the one of `on_cpu`; returns how many."""
+    """Replace the CUDA kernel of each operator by that of `on_cpu`; return the number replaced."""
     replaced = 0
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full_name.partition("::")
@@ -225,12 +225,12 @@ def replace_kernels(library):
     return replaced
 
 
-library = torch.library.Library("aten", "IMPL")  # as long as it lives, so do its kernels
+library = torch.library.Library("aten", "IMPL")  # its kernels live as long as it does
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # one for each kernel that is replaced
+    warnings.simplefilter("ignore")  # a warning for each replaced kernel
     torch._fake_operators = replace_kernels(library)
 torch._fake_counts = counts
-# The libraries' kernels have no CPU version; attention is then made of operators that have one.
+# The libraries' kernels have no CPU version. Without them, attention uses operators that have one.
 # The flags matter for attention: torch chooses in C++, without asking the operator above.
 torch.backends.cudnn.enabled = False
 torch.backends.cuda.enable_cudnn_sdp(False)

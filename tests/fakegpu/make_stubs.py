@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# torch looks these up by name while it runs, so that `nm` does not list them.
+# torch looks these up by name while it runs, so `nm` does not list them.
 LOOKED_UP = """
 cuCtxFromGreenCtx cuCtxPopCurrent cuCtxPushCurrent cuDevResourceGenerateDesc
 cuDevSmResourceSplitByCount cuDeviceGetDevResource cuGreenCtxCreate cuGreenCtxDestroy
@@ -44,7 +44,7 @@ static long stub(const char *name)
 
 
 def symbols(option, files, *more):
-    """The names that `nm` lists for the files, without their versions."""
+    """Return the names that `nm` lists for the files, without their versions."""
     command = ["nm", *more, option, *map(str, files)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return {line.split()[-1].partition("@")[0] for line in lines if line and line[-1] != ":"}
