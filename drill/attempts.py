@@ -14,12 +14,12 @@ from random import Random
 import psutil
 from harness import SCRIPTS, Result, Running, torchrun
 from judge import Wrong, check_kept, check_no_crash
+from launchers import CHECKPOINTS
 from memory import SAMPLE, Memory, growth, ranks
 from rounds import intact_checkpoints
 
 from ddp_ref.training import checkpoint
 
-CHECKPOINTS = "run"  # the folder of the checkpoints, inside the folder of the run
 LAUNCHERS = "torchrun", "--nproc"
 DEADLINE = 120  # seconds for a start, and for an end after a fault
 STUCK = 60  # seconds without a new checkpoint: an epoch took 5 to 12 s, and 33 s on a busy machine

@@ -27,8 +27,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness.py and page.py
 
 import torch  # noqa: E402
-from attempts import CHECKPOINTS, Attempt, run_once  # noqa: E402
+from attempts import Attempt, run_once  # noqa: E402
 from judge import Weights, Wrong, check_equal  # noqa: E402
+from launchers import CHECKPOINTS  # noqa: E402
 from page import machine, put_between, require_marks  # noqa: E402
 from report import aligned  # noqa: E402
 from saved import code_version  # noqa: E402
