@@ -4,8 +4,8 @@ python benchmarks/bench.py                     all of them, on the terminal: an 
 python benchmarks/bench.py waits steps         these
 python benchmarks/bench.py waits --markdown docs/benchmarks.md
 
-The ways are taken in turns, in one run on an otherwise idle machine; a control, the base measured
-twice, tells what differences mean nothing.
+All variants take turns in one run, on an otherwise idle machine. The baseline is measured twice,
+which shows how large a difference may be and still be noise.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main() -> None:
     args = parse()
     print(f"on {machine(PACKAGES)}")
     if (load := os.getloadavg()[0]) > BUSY:
-        print(f"warning: the load is {load:.1f}: ratios are for an otherwise idle machine")
+        print(f"warning: other programs use the CPU (load {load:.1f}), so the ratios may be wrong")
     for name in args.names:
         with nullcontext() if name == WITH_GPUS else no_gpus():
             run(importlib.import_module(name), args.rounds, args.markdown)
@@ -61,7 +61,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables there too")
     args = parser.parse_args()
     if unknown := set(args.names) - {*NAMES, WITH_GPUS}:
-        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}: {', '.join(NAMES)}, gpu")
+        known = ", ".join((*NAMES, WITH_GPUS))
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}: choose from {known}")
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {args.rounds}")
     args.names = args.names or NAMES

@@ -1,8 +1,8 @@
-"""How many characters per second the finale trains on, with `Handler` and with a loop by hand.
+"""How many characters per second the small GPT trains on, with `Handler` and a hand-written loop.
 
 The model, text and optimizer are those of scripts/char_gpt.py, on two ranks with one thread each on
-the CPU. The loop by hand clips and schedules as the script does, and looks up a batch at once as
-`Handler` does. The benchmark fails unless both end with the same weights, bit for bit. The two
+the CPU. The hand-written loop clips and schedules as the script does, and looks up a batch at once
+as `Handler` does. The benchmark fails unless both end with the same weights, bit for bit. The two
 processes are started only once, so the intervals do not include launch-to-launch variation.
 """
 

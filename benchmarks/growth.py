@@ -49,7 +49,8 @@ HOST = "127.0.0.1"
 ITEMS, FEATURES = 4096, 1024  # of predict's output: 16 MiB
 WIDTH = 2048  # of a linear layer: a checkpoint of 16 MiB
 LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
-OPEN, LAZY = "open the groups and call on_rank", f"the same with {LAZY_INIT}=1"
+OPEN = "open the groups and call on_rank"
+LAZY = f"{OPEN}, {LAZY_INIT}=1"
 BARRIER, ON_RANK, SHARED = "bare barrier", "on_rank", "on_rank(broadcast=True)"
 REDUCE, GATHER = "reduce_sum of one number", "gather_objects, 100 bytes each"
 SUMMARY = "Handler's summary, every ten steps"
@@ -198,8 +199,8 @@ def medians(rounds: Sequence[Cost]) -> Cost:
 def tables(worlds: Sequence[Costs]) -> str:
     """Return in Markdown what the busiest rank does, and how long all ranks take together."""
     head = [*(f"{world.ranks} ranks" for world in worlds), "exponent"]
-    busiest = [["the busiest rank", *head, *(f"{ranks:,} ranks" for ranks in PREDICTED)]]
-    together = [["all ranks on these cores", *head]]
+    busiest = [["CPU time of the busiest rank", *head, *(f"{ranks:,} ranks" for ranks in PREDICTED)]]
+    together = [["time, all ranks on these cores", *head]]
     for name in NAMES:
         cpu = [world.each[name].cpu for world in worlds]
         later = [duration(cpu_at(n, name, worlds)) if name in POWERS else "" for n in PREDICTED]

@@ -4,7 +4,7 @@ Two ranks on the CPU train a model of 10 million weights (40 MB of gradients) wi
 the all-reduce is most of the step. The second table has steps of four batches: with one all-reduce
 per batch, and with one per step under `no_sync`. The benchmark compares the final weights with the
 baseline's and fails if they differ. `no_sync` adds the same numbers in another order, so there it
-allows rounding errors; the other settings change no bit.
+allows rounding errors. The other settings must give the same bits.
 """
 
 from collections.abc import Callable

@@ -43,7 +43,7 @@ def main() -> None:
     handler.train(1)
     if info.rank == 0:
         where = f"{info.world_size} x {info.device.type}"
-        print(f"no operation waited for the GPU in {STEPS} steps on {where}")
+        print(f"PyTorch's check found no hidden wait for the GPU in {STEPS} steps on {where}")
     cleanup_ddp()
 
 

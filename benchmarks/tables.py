@@ -51,8 +51,8 @@ def markdown(table: Table) -> str:
         interval = f"{number(row.low)} to {number(row.high)}"
         cells = [row.name, duration(row.seconds), *speed, number(row.ratio), interval]
         lines.append([*cells, "" if row.name == table.base else difference(row, base)])
-    told = [f"The control's interval reaches {spread(table.rows):.1%} from 1.", *table.goals]
-    return f"{grid(lines)}\n\n" + "\n".join(f"- {line}" for line in told)
+    noise = f"Noise: {spread(table.rows):.1%} (how far the control's interval extends from 1)."
+    return f"{grid(lines)}\n\n" + "\n".join(f"- {line}" for line in (noise, *table.goals))
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:

@@ -185,8 +185,8 @@ def test_growth_is_measured_and_written(tmp_path):
     ]
     names = list(growth.NAMES)
     assert [row[0] for row in rows] == [
-        *("the busiest rank", "---", *names, "memory", "sockets"),
-        *("all ranks on these cores", "---", *names),
+        *("CPU time of the busiest rank", "---", *names, "memory", "sockets"),
+        *("time, all ranks on these cores", "---", *names),
     ]
     assert {name for name, *cells in rows if "" in cells} == {*names, "memory"} - {*growth.POWERS}
     assert next(row for row in rows if row[0] == "sockets")[1:3] == ["8", "11"]  # as predicted
@@ -373,7 +373,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["speed"], "there is no benchmark speed: steps, workers"),
+        (["speed"], "there is no benchmark speed: choose from steps, workers"),
         (["waits", "--rounds=0"], "--rounds must be at least 1, not 0"),
         (["steps", "--markdown=page.md"], "page.md lacks the lines <!-- begin of what"),
     ],

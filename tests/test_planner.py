@@ -15,7 +15,7 @@ from ddp_ref import run_ranks
 pytestmark = pytest.mark.site
 MODEL = ROOT / "docs" / "planner" / "model.js"
 PAGE = ROOT / "docs" / "planner" / "page.js"
-PRESETS = ["4 nodes at 400 Gb/s", "4 nodes at 25 Gb/s", "8 GPUs with NVLink", "this laptop"]
+PRESETS = ["4 nodes at 400 Gb/s", "4 nodes at 25 Gb/s", "8 GPUs with NVLink", "2 CPU cores"]
 OWN = "your own numbers"
 
 WORLDS, PAYLOADS, SECONDS = [1, 2, 3, 8, 1000], [1.0, 6.3e6, 4e8, 2.8e11], [1e-4, 0.0164, 7.0]
@@ -152,7 +152,7 @@ def test_each_preset(planner):
     assert shown["4 nodes at 25 Gb/s"] == ("9.56 %", "3.13 GB/s: the link between nodes")
     assert shown["4 nodes at 400 Gb/s"] == ("96.2 %", "50 GB/s: the link between nodes")
     assert shown["8 GPUs with NVLink"] == ("99.6 %", "450 GB/s: the link within a node")
-    assert "within a node" in shown["this laptop"][1]
+    assert "within a node" in shown["2 CPU cores"][1]
 
 
 def test_inputs_change_the_outputs(planner):
@@ -256,7 +256,7 @@ def test_the_page_states_the_prediction_of_its_preset(planner):
     text = (ROOT / "docs" / "plan.md").read_text()
     rows = re.findall(r"\| (\d+) MiB \| (\d) \| ([\d.]+) ms \| ([\d.]+) ms \| (-\d+) % \|", text)
     assert len(rows) == 2
-    field(planner, "Start from").select_option("this laptop")
+    field(planner, "Start from").select_option("2 CPU cores")
     for mib, buckets, predicted, measured, error in rows:
         field(planner, "Bucket size (MiB)").fill(mib)
         assert f", {buckets} bucket" in fact(planner, "reduce")

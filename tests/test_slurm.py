@@ -170,7 +170,7 @@ def test_template_on_hosts_whose_names_resolve_to_localhost(cluster, references,
 @pytest.mark.parametrize(
     ("before", "after", "state", "said"),
     [
-        ("#SBATCH --gpus-per-node=2\n", "", "FAILED", "ask for GPUs in the head"),
+        ("#SBATCH --gpus-per-node=2\n", "", "FAILED", "request GPUs in the header"),
         ("#SBATCH --cpus-per-task=8 ", "#SBATCH --cpus-per-gpu=2 ", "COMPLETED", "test accuracy"),
     ],
 )

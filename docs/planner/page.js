@@ -36,7 +36,7 @@
     "4 nodes at 400 Gb/s": EXAMPLE,
     "4 nodes at 25 Gb/s": { ...EXAMPLE, between: 25 },
     "8 GPUs with NVLink": { ...EXAMPLE, nodes: 1 },
-    "this laptop": {
+    "2 CPU cores": {
       ...EXAMPLE, parameters: 1.57, precision: "fp32", optimizer: "SGD", gpus: 2, nodes: 1,
       within: 4, latency: 110, forward: 2.8, backward: 4,
     },
@@ -94,7 +94,7 @@
 
   function summary({ ranks, step, forward, backward }) {
     const text = ranks === 1 ? "1 rank" : `${ranks.toLocaleString("en-US")} ranks`;
-    return `${text}: a step of DDP takes ${time(step.seconds)}. Of these, computing takes ` +
+    return `${text}: a step of DDP takes ${time(step.seconds)}. Computing takes ` +
       `${time(forward + backward)}, and ${time(step.exposed)} of all-reduce are exposed: they come ` +
       `after backward. Efficiency: ${show(100 * step.efficiency)} %.`;
   }

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Train on several nodes with one GPU each: srun starts a rank a node. From the project's root:
+# Train on several nodes with one GPU each: srun starts one rank per node. From the project's root:
 #
 #   sbatch scripts/slurm/multiple_nodes_single_gpu_slurm_job.sh
 #
@@ -11,31 +11,31 @@
 #SBATCH --mem=16G               # per node
 #SBATCH --time=00:30:00
 #SBATCH --output=%x-%j.log
-#SBATCH --requeue               # the job may go back into the queue: here, or preempted by another
-#SBATCH --open-mode=append      # then the log goes on where it ended
-#SBATCH --signal=B:USR1@120     # 120 s before the time is over this shell (B) is told, see `stop`
-##SBATCH --partition=gpu        # with one # where your cluster asks for them
+#SBATCH --requeue               # allow this script, or a preemption, to requeue the job
+#SBATCH --open-mode=append      # a requeued job appends to its log
+#SBATCH --signal=B:USR1@120     # USR1 to this shell (B) 120 s before the time limit, see stop()
+##SBATCH --partition=gpu        # if your cluster requires these, remove one #
 ##SBATCH --account=project
 
 PYTHON=.venv/bin/python
 TRAIN=(scripts/train_reference.py --config scripts/configs/digits.yaml)
-TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # the job keeps its id, and so its checkpoints
-INTERFACE=                      # such as ib0 or eth0, where NCCL or gloo take a wrong one:
-                                # `ip -brief address` on a node names them
-# module load cuda              # and what else your cluster needs
+TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # a requeued job keeps its id and folder
+INTERFACE=                      # such as ib0 or eth0, if NCCL or Gloo choose the wrong network;
+                                # `ip -brief address` on a node lists the names
+# module load cuda              # and whatever else your cluster needs
 
-# ---- Nothing below needs an edit. ----------------------------------------------------------------
+# ---- You need not edit anything below. --------------------------------------------------------
 
 set -u
 
-# NCCL carries the gradients of GPUs, gloo those of CPUs and, with ddp_ref, what on_rank says. Both
-# choose an interface by themselves; where a rank announces a wrong one, the others cannot reach it,
-# or wait until the timeout. NCCL takes the beginning of names, a whole one after "=", and excludes
-# with "^"; gloo takes whole names, separated by commas, and "^lo" is an error to it.
+# NCCL sends gradients between GPUs. Gloo sends them between CPUs, and the messages of ddp_ref's
+# on_rank. Both choose an interface by themselves. If a rank announces the wrong one, the others
+# cannot reach it, or they wait until the timeout. NCCL expects the beginnings of names: "=" before
+# a name means exactly that name, and "^" excludes it. Gloo expects exact names and rejects "^".
 if [ "$INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
 fi
-# export NCCL_DEBUG=INFO        # shows which one NCCL took
+# export NCCL_DEBUG=INFO        # shows which one NCCL uses
 
 stop() {  # every rank saves and exits
     trap '' USR1  # once is enough
@@ -45,18 +45,19 @@ stop() {  # every rank saves and exits
 stopped=
 trap stop USR1
 
-# --cpus-per-task: since Slurm 22.05, srun does not take it from the head by itself.
-# --kill-on-bad-exit: one rank that fails ends all, which would else wait for it until the timeout.
-# Rank, world size and the address of rank 0 are in the variables that Slurm sets for each task.
+# --cpus-per-task: since Slurm 22.05, srun does not read it from the header.
+# --kill-on-bad-exit: if one rank fails, Slurm ends the others. Otherwise they would wait for it
+# until the timeout. The ranks read rank, world size and rank 0's address from Slurm's variables.
 srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 \
     "$PYTHON" "${TRAIN[@]}" &
 
-wait $!  # In the background, as bash looks at a signal only while it waits. Ends at the signal,
-wait $!  # and this one when all ranks have saved.
+# srun runs in the background, because bash handles a signal only while it waits.
+wait $!  # ends when srun ends, or at USR1
+wait $!  # ends when all ranks have saved
 code=$?
 
-# With 0 all epochs are done. A job that failed by itself is not requeued: it would fail again.
+# Exit code 0: all epochs are done. A job that failed by itself would fail again: do not requeue it.
 if [ "$stopped" ] && [ $code -ne 0 ]; then
-    scontrol requeue "$SLURM_JOB_ID"  # about 2 minutes later it goes on from its checkpoint
+    scontrol requeue "$SLURM_JOB_ID"  # it resumes about 2 minutes later
 fi
 exit $code

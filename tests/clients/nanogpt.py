@@ -94,8 +94,8 @@ def train(steps):
             losses = estimate_loss(raw_model, info.device)
             save("ckpt.pt", model=raw_model.state_dict(), step=step + 1)
             if info.rank == 0:
-                found = " | ".join(f"{split} {loss:.4f}" for split, loss in losses.items())
-                print(f"step {step + 1} | {found}")
+                text = " | ".join(f"{split} {loss:.4f}" for split, loss in losses.items())
+                print(f"step {step + 1} | {text}")
     return raw_model
 
 
