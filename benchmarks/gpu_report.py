@@ -20,10 +20,11 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
+from page import put_between, require_marks
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("Doctor", "Waits", "Tests", "Ranks", "Speed")
-BEGIN, END = "<!-- begin of the report -->", "<!-- end of the report -->"
+MARKS = "<!-- begin of the report -->", "<!-- end of the report -->"
 # Without our pytest options and conftest.py, because they need packages that may be missing.
 PYTEST = (
     f"-m pytest -c {os.devnull} --noconftest -p no:cacheprovider -q -rf --tb=short -m gpu".split()
@@ -73,14 +74,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.parts) - set(NAMES):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: use {', '.join(NAMES)}")
-    try:  # to open it for writing: a page that cannot be written would cost the report
-        with args.page.open("r+", encoding="utf-8") as page:
-            head, found, rest = page.read().partition(BEGIN)
-    except OSError as error:
-        parser.error(f"cannot write the page, choose another one with --page: {error}")
-    _, found_end, tail = rest.partition(END)
-    if not (found and found_end):
-        parser.error(f"{args.page} lacks the lines {BEGIN} and {END}")
+    require_marks(parser, args.page, MARKS)
     gpus = torch.cuda.device_count()
     if not gpus:
         parser.error("no CUDA device is visible to PyTorch: run this where there is one")
@@ -93,8 +87,7 @@ def main() -> int:
         failed = failed or code != 0
         report.append(f"### {part.title}\n\n{text}")
         print(text, flush=True)
-        text = "\n\n".join(report)
-        args.page.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}", encoding="utf-8")
+        put_between(args.page, *MARKS, "\n\n".join(report))
     print(f"wrote the report into {args.page}")
     return int(failed)
 

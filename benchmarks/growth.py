@@ -13,6 +13,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -42,6 +43,7 @@ from ddp_ref import (
 from ddp_ref.training.loss_and_metrics import RunningSums
 from ddp_ref.training.rank_sync import all_means
 
+BUILD = Path(__file__).resolve().parent.parent / "build"
 RANKS = 2, 4, 8, 16, 32, 64
 PREDICTED = 1_000, 10_000
 ROUNDS, CALLS = 5, 10
@@ -56,9 +58,9 @@ REDUCE, GATHER = "reduce_sum of one number", "gather_objects, 100 bytes each"
 SUMMARY = "Handler's summary, every ten steps"
 PREDICT, SAVE, LOAD = "predict, 16 MiB in all", "save, 16 MiB", "load, 16 MiB"
 NAMES = OPEN, LAZY, BARRIER, ON_RANK, SHARED, REDUCE, GATHER, SUMMARY, PREDICT, SAVE, LOAD
-# The work of the busiest rank grows with this power of the number of ranks. The other rows are not
-# predicted: most of their work is to move bytes, whose number does not grow.
-POWERS = {OPEN: 2, LAZY: 1, ON_RANK: 1, SHARED: 1, REDUCE: 1, GATHER: 1, SUMMARY: 1}
+# The work of the busiest rank grows with this power of the number of ranks. That of the barrier
+# grows more slowly, so it is not predicted.
+POWERS = {name: 2 if name == OPEN else 1 for name in NAMES if name != BARRIER}
 FIGURE = Path("figures", "growth.svg")
 MARKS = "<!-- begin of what growth.py has written -->", "<!-- end -->"
 
@@ -107,11 +109,13 @@ def parse() -> argparse.Namespace:
 
 def measure(ranks: int) -> Costs:
     """Return the costs of a world, for each the rank that has the most of it."""
-    with TemporaryDirectory() as folder:
+    BUILD.mkdir(exist_ok=True)
+    with TemporaryDirectory(dir=BUILD) as folder:  # on the disk; /tmp may be in memory
         every = run_ranks(costs_on_rank, folder, free_port(), nproc=ranks)
     for name, lazy in ((OPEN, "0"), (LAZY, "1")):
         with patch.dict(os.environ, {LAZY_INIT: lazy}):
-            openings = run_ranks(cost_of_opening, free_port(), nproc=ranks)
+            ports = [free_port() for _ in range(1 + ROUNDS)]  # so that each round opens a store
+            openings = run_ranks(cost_of_opening, ports, nproc=ranks)
         for own, opening in zip(every, openings, strict=True):
             own.each[name] = opening
     most = {n: Cost(*map(max, zip(*(own.each[n] for own in every), strict=True))) for n in NAMES}
@@ -158,7 +162,7 @@ def handler_of(inputs: int, outputs: int) -> Handler:
     return Handler(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
 
 
-def cost_of_opening(port: int) -> Cost:
+def cost_of_opening(ports: Sequence[int]) -> Cost:
     """Open and close the groups several times; return what the opening costs on this rank.
 
     A call of on_rank belongs to it, because lazy connections are made only then.
@@ -166,11 +170,16 @@ def cost_of_opening(port: int) -> Cost:
     master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     meeting_point = dist.TCPStore(*master, wait_for_workers=False)  # that of run_ranks
     rounds = []
-    for number in range(1 + ROUNDS):
-        meet(meeting_point, f"round {number}")
-        rounds.append(cost(lambda: (open_groups(port), on_rank(0)(int)())))
+    for port in ports:
+        meet(meeting_point, f"port {port}")
+        rounds.append(cost(partial(open_and_call, port)))
         cleanup_ddp()
     return medians(rounds[1:])
+
+
+def open_and_call(port: int) -> None:
+    open_groups(port)
+    on_rank(0)(int)()
 
 
 def meet(store: dist.Store, name: str) -> None:
@@ -199,7 +208,9 @@ def medians(rounds: Sequence[Cost]) -> Cost:
 def tables(worlds: Sequence[Costs]) -> str:
     """Return in Markdown what the busiest rank does, and how long all ranks take together."""
     head = [*(f"{world.ranks} ranks" for world in worlds), "exponent"]
-    busiest = [["CPU time of the busiest rank", *head, *(f"{ranks:,} ranks" for ranks in PREDICTED)]]
+    busiest = [
+        ["CPU time of the busiest rank", *head, *(f"{ranks:,} ranks" for ranks in PREDICTED)]
+    ]
     together = [["time, all ranks on these cores", *head]]
     for name in NAMES:
         cpu = [world.each[name].cpu for world in worlds]

@@ -27,17 +27,18 @@ def around_marks(page: Path, begin: str, end: str) -> tuple[str, str]:
 def require_marks(
     parser: argparse.ArgumentParser, page: Path | None, *pairs: tuple[str, str]
 ) -> None:
-    """Exit with the parser's error if the page of --markdown lacks a pair of lines.
+    """Exit with the parser's error if the page lacks a pair of lines, or cannot be written.
 
     Call it before the work begins, which may take hours.
     """
     if page is None:
         return
     try:
+        page.open("r+").close()
         for begin, end in pairs:
             around_marks(page, begin, end)
     except (OSError, ValueError) as error:
-        parser.error(f"--markdown: {error}")
+        parser.error(f"the page cannot take the results: {error}")
 
 
 def machine(packages: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from ddp_ref.training import checkpoint
 
 LAUNCHERS = "torchrun", "--nproc"
 DEADLINE = 120  # seconds for a start, and for an end after a fault
-STUCK = 60  # seconds without a new checkpoint: an epoch took 5 to 12 s, and 33 s on a busy machine
+STUCK = 180  # seconds without a new checkpoint: an epoch took 5 to 12 s, and 33 s on a busy machine
 PAUSE = "pause of a rank"
 FAULTS = ("SIGKILL to a rank", "SIGKILL to all ranks", "SIGTERM to the launcher", "Ctrl-C", PAUSE)
 
@@ -76,7 +76,10 @@ def run_once(args: argparse.Namespace, folder: Path, number: int, every: float) 
     with Running(*command, cwd=folder) as running:
         running.wait_for("epochs are done", DEADLINE)
         check_start(attempt.start, (home / "log.txt").read_text())
-        training, memory = time.monotonic(), Memory(running, last=f"epoch {args.epochs} |")
+        training = time.monotonic()
+        memory = Memory(
+            running, [f"epoch {args.epochs} |", f"{args.epochs} of {args.epochs} epochs"]
+        )
         chance = Random(f"{args.seed} {number}")
         fault, before = disturb(memory, attempt.faults, home, chance, every)
         injected = time.monotonic()

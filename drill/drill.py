@@ -44,7 +44,8 @@ from rounds import WRONG, Job, RoundResult  # noqa: E402
 
 def main() -> None:
     args = parse()
-    rounds = saved.load(args.save) if args.save else []
+    version = saved.code_version()
+    rounds = saved.load(args.save, version) if args.save else []
     # A shell's background job ignores Ctrl-C, and the drill's job would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no disk stays mounted
@@ -59,7 +60,9 @@ def main() -> None:
         try:
             for result in run_all(Job(args.script.resolve(), folder), plans, args.jobs):
                 rounds.append(replace(result, command=command(args), jobs=args.jobs))
-                record(rounds[-1], args.save)
+                show(rounds[-1])
+                if args.save:
+                    saved.add(args.save, rounds[-1], version)
         except KeyboardInterrupt:
             interrupted = True
             print("interrupted: the tables count the rounds so far")
@@ -73,13 +76,11 @@ def main() -> None:
     sys.exit(130 if interrupted else bool(wrong))
 
 
-def record(result: RoundResult, file: Path | None) -> None:
-    """Print how a round ended, and save it if there is a file."""
+def show(result: RoundResult) -> None:
+    """Print how a round ended."""
     print(result, flush=True)
     if result.outcome == WRONG:
         print(f"{failure(result)}\n    repeat it: {repeat_command(result)}", flush=True)
-    if file:
-        saved.add(file, result)
 
 
 def parse() -> argparse.Namespace:

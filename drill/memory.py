@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from statistics import median
 
@@ -20,10 +21,10 @@ def ranks(running: Running) -> list[psutil.Process]:
 
 
 class Memory:
-    """The memory that each process has for itself (USS), sampled until the job writes `last`."""
+    """The memory that each process has for itself (USS), sampled until the job writes an `end`."""
 
-    def __init__(self, running: Running, last: str) -> None:
-        self.running, self.last = running, last
+    def __init__(self, running: Running, ends: Sequence[str]) -> None:
+        self.running, self.ends = running, ends
         self.names = {running.process.pid: "launcher"}
         self.samples: dict[str, list[tuple[float, float]]] = {}  # seconds and MiB
 
@@ -39,7 +40,8 @@ class Memory:
         processes = [psutil.Process(self.running.process.pid), *ranks(self.running)]
         sizes = {process.pid: process.memory_full_info().uss / 2**20 for process in processes}
         # Checked after measuring, because the scoring after the training takes more memory.
-        if self.last in self.running.text():
+        text = self.running.text()
+        if any(end in text for end in self.ends):
             return
         for pid, mib in sizes.items():
             name = self.names.setdefault(pid, f"rank {len(self.names) - 1}")

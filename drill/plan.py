@@ -23,6 +23,7 @@ TO_ALL = ("interrupt", "terminate")  # signals that may also go to the whole job
 # These can happen at any time. The others need a rank that waits for them.
 AT_ANY_TIME = ("kill", "pause", "truncate", "flip", *TO_ALL)
 EPOCHS, STEPS = 6, 23  # of the whole training, and per epoch
+DELAY = 0.2  # seconds: the most, because an epoch takes about as long
 KEEP = 3  # checkpoints, the default of Checkpoint
 IN_TRAINING = ("step", "validation", "epoch's end", "save")
 PLACES = ("start-up", "load", *IN_TRAINING)
@@ -86,7 +87,7 @@ class Plan:
     def __str__(self) -> str:
         nth = f" {self.nth}" if self.place in IN_TRAINING else ""
         target = f"all, when rank {self.rank} is" if self.to_all else f"rank {self.rank}"
-        delay = f" + {self.delay:.2f} s" if self.delay else ""
+        delay = f" + {self.delay:.3f} s" if self.delay else ""
         return f"{self.launch} | {self.fault} | {target} at {self.place}{nth}{delay}"
 
 
@@ -123,6 +124,6 @@ def _draw(chance: random.Random, number: int) -> Plan:
         to_all=fault in TO_ALL and chance.random() < 0.5,
         place=place,
         nth=nth.get(place, epoch),
-        delay=chance.choice([0, round(chance.uniform(0, 1), 2)]) if fault in AT_ANY_TIME else 0,
+        delay=chance.choice([0, round(chance.uniform(0, DELAY), 3)]) if fault in AT_ANY_TIME else 0,
         share=chance.random(),
     )

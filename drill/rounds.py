@@ -30,7 +30,7 @@ from ddp_ref.training import checkpoint
 Command = list[str | Path]
 Moment = dict[str, int | str | None]  # if the rank is None, no rank waits
 WENT_ON, RESUMED, STARTED_OVER, WRONG = "went on", "resumed", "started over", "WRONG"
-TOO_LATE = "ended before the fault"  # so the round shows nothing
+TOO_LATE = "too late"  # the fault came after the last checkpoint
 DAMAGE_WARNING = "trying the one before it"  # what Handler.load says of a damaged checkpoint
 # Seconds for a job to end. After a stop, it waits for its timeout, and its launcher for 30 s more.
 DEADLINE = 150
@@ -141,6 +141,8 @@ class Job:
             raise Wrong(f"{warning} about a damaged checkpoint\n{resumed.stderr}")
         check_kept(intact, intact_checkpoints(checkpoints))
         _check_final(checkpoints, self.expected, resumed)
+        if not hit and plan.fault not in DAMAGES:
+            return TOO_LATE, Cost()
         return RESUMED if intact else STARTED_OVER, Cost(ended, loaded, _steps_lost(folder))
 
     def _break(

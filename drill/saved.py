@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,24 +30,21 @@ FILES = (
 )
 
 
-def code_version() -> str:
-    """Return a short hash of the code that decides how a round ends.
-
-    It covers the package, the drill, the job that it runs, and the version of torch.
-    """
+def code_version(files: Sequence[str] = FILES) -> str:
+    """Return a short hash of the package, of `files`, and of the version of torch."""
     package = Path(ddp_ref.__file__).parent
     digest = hashlib.sha256(torch.__version__.encode())
-    for file in [*sorted(package.rglob("*.py")), *(ROOT / name for name in FILES)]:
+    for file in [*sorted(package.rglob("*.py")), *(ROOT / name for name in files)]:
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 
 
-def load(path: Path) -> list[RoundResult]:
+def load(path: Path, current: str) -> list[RoundResult]:
     """Return the rounds in `path`, or [] if there is no such file.
 
-    Exit with an error if they come from another version of the code.
+    Exit with an error if they come from another version of the code than `current`.
     """
-    rounds, current = [], code_version()
+    rounds = []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
@@ -63,8 +61,13 @@ def load(path: Path) -> list[RoundResult]:
     return rounds
 
 
-def add(path: Path, result: RoundResult) -> None:
-    """Append the result of a round to `path`, and create the file if it does not exist."""
+def add(path: Path, result: RoundResult, version: str) -> None:
+    """Append the result of a round to `path`, and create the file if it does not exist.
+
+    Exit with an error if the code has changed since it was `version`.
+    """
+    if code_version() != version:
+        sys.exit("error: the code has changed since the drill began, so it ends here")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"version": code_version()} | asdict(result)) + "\n")
+        file.write(json.dumps({"version": version} | asdict(result)) + "\n")

@@ -38,7 +38,19 @@ from ddp_ref.training import checkpoint  # noqa: E402
 
 MARKS = "<!-- begin of what the soak has written -->", "<!-- end of the soak -->"
 FAULT_FREE, WITH_FAULTS = "fault-free", "with-faults"  # the runs, and their folders
+PROCESSES = "launcher", "rank 0", "rank 1"
 FAILED = "wrong.txt"  # has the error of a run that failed
+# What decides how the runs end, besides the package.
+FILES = (
+    "datautils.py",
+    "drill/attempts.py",
+    "drill/judge.py",
+    "drill/launchers.py",
+    "drill/memory.py",
+    "drill/soak.py",
+    "scripts/char_gpt.py",
+    "tests/harness.py",
+)
 # MiB that a process may grow after its first minute. In four more minutes, a rank of 240 MiB grew
 # by 0.4. A leak of 250 bytes in each step of an hour would be above the limit.
 LIMIT = 20
@@ -57,6 +69,7 @@ def run_all(args: argparse.Namespace, run: str) -> Attempts:
         rmtree(folder, ignore_errors=True)  # this run must be a single attempt
     folder.mkdir(parents=True, exist_ok=True)
     while not attempts or attempts[-1].code:
+        check_settings(args)
         enough = sum(len(attempt.faults) for attempt in attempts) >= limit
         every = math.inf if enough else args.every
         attempts.append(run_once(args, folder, len(attempts), every))
@@ -73,7 +86,7 @@ def problems(args: argparse.Namespace, runs: dict[str, Attempts]) -> list[str]:
         for name, (_, grown) in memories(attempts).items():
             if max(grown, default=0) > LIMIT:
                 lines.append(f"{run}: {name} grew by {max(grown):.1f} MiB, more than {LIMIT}")
-            if not grown and seconds(attempts) > TRIAL:
+            if not grown and name in PROCESSES and seconds(attempts) > TRIAL:
                 lines.append(f"{run}: the growth of {name} was not measured")
     try:
         step, weights = final_weights(args, WITH_FAULTS)
@@ -86,7 +99,7 @@ def problems(args: argparse.Namespace, runs: dict[str, Attempts]) -> list[str]:
 
 def memories(attempts: Attempts) -> dict[str, tuple[float, list[float]]]:
     """Return the highest peak of each process, and its growth in each long enough attempt."""
-    names = {"launcher", "rank 0", "rank 1"}.union(*(own.peaks for own in attempts))
+    names = set(PROCESSES).union(*(own.peaks for own in attempts))
     processes = {}
     for name in sorted(names):
         grown = [mib for own in attempts if (mib := own.growths.get(name)) is not None]
@@ -165,12 +178,15 @@ def parse() -> argparse.Namespace:
 
 
 def check_settings(args: argparse.Namespace) -> None:
-    """Exit with an error if the folder has runs of other settings."""
-    file, settings = args.folder / "settings.txt", f"{command_line(args)} | {code_version()}"
+    """Exit with an error if the folder has runs of other settings, of other code, or a failed run.
+
+    It is called before each start of the job, because the code may change meanwhile.
+    """
+    file, settings = args.folder / "settings.txt", f"{command_line(args)} | {code_version(FILES)}"
     if file.exists() and (old := file.read_text()) != settings:
         sys.exit(f"error: {args.folder} is of {old}, not of {settings}: give another --folder")
-    if (failed := args.folder / FAILED).exists():
-        sys.exit(f"error: a run failed before, see {failed}: give another --folder")
+    for failed in args.folder.glob(f"*/{FAILED}"):
+        sys.exit(f"error: a run failed before, see {failed}: delete its folder to run it again")
     args.folder.mkdir(parents=True, exist_ok=True)
     file.write_text(settings)
 
@@ -181,11 +197,14 @@ def main() -> None:
     # A shell's background job ignores Ctrl-C, and the soak's job would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left
-    try:
-        runs = {run: run_all(args, run) for run in (FAULT_FREE, WITH_FAULTS)}
-    except Exception as error:  # noqa: BLE001 - whatever it is, running again must not make it good
-        (args.folder / FAILED).write_text(traceback.format_exc())
-        sys.exit(f"WRONG: {error} (see {args.folder / FAILED})")
+    runs: dict[str, Attempts] = {}
+    for run in (FAULT_FREE, WITH_FAULTS):
+        try:
+            runs[run] = run_all(args, run)
+        except Exception as error:  # noqa: BLE001 - whatever it is, running again must not hide it
+            failed = args.folder / run / FAILED
+            failed.write_text(traceback.format_exc())
+            sys.exit(f"WRONG: {error} (see {failed})")
     if wrong := problems(args, runs):
         sys.exit("\n".join(f"WRONG: {line}" for line in wrong))
     print(f"\n{report(args, runs)}")

@@ -301,10 +301,10 @@ def test_the_table_counts_the_outcomes_of_each_pair():
         "torchrun --max-restarts=1",
     ]
     assert [[cell.strip() for cell in row] for row in rows] == [
-        ["kill", "0", "1 ended before the fault, 2 resumed, 1 started over", "1 went on"],
+        ["kill", "0", "2 resumed, 1 started over, 1 too late", "1 went on"],
         ["interrupt", "all", "1 resumed", ""],
     ]
-    counts = "1 ended before the fault, 3 resumed, 1 started over, 1 went on"
+    counts = "3 resumed, 1 started over, 1 too late, 1 went on"
     assert report.summary(rounds) == f"6 rounds: {counts}"
 
 
@@ -334,12 +334,14 @@ KILLS = ["--launchers", "spawn", "--faults", "kill"]
 
 def save_rounds(file, seed, numbers):
     """Save rounds as if they had been run, each with a cost."""
+    version = saved.code_version()
     command = " ".join([".venv/bin/python drill/drill.py --seed", seed, *KILLS])
     for number in numbers:
         own = plan("kill", number=number)
         day, cost = f"2026-11-0{number}", Cost(1.0, 4.0, 10)
-        saved.add(file, RoundResult(own, RESUMED, 9.0, "", cost, command, jobs=2, day=day))
-    return saved.load(file)
+        result = RoundResult(own, RESUMED, 9.0, "", cost, command, jobs=2, day=day)
+        saved.add(file, result, version)
+    return saved.load(file, version)
 
 
 def test_saved_rounds_add_up_and_are_not_run_again(tmp_path):
@@ -393,6 +395,12 @@ def test_the_version_covers_all_code_that_decides_a_round(tmp_path, monkeypatch,
     assert saved.code_version() != before
 
 
+def test_a_round_of_code_that_has_changed_meanwhile_is_not_saved(tmp_path):
+    with pytest.raises(SystemExit, match="the code has changed since the drill began"):
+        saved.add(tmp_path / "rounds.jsonl", RoundResult(plan("kill"), RESUMED, 9.0), "0123")
+    assert not (tmp_path / "rounds.jsonl").exists()
+
+
 @pytest.mark.full
 def test_an_interrupt_ends_the_running_rounds(tmp_path):
     flags = ["--launchers", "spawn", "--faults", "stop", "--rounds", "4", "--jobs", "2"]
@@ -433,7 +441,8 @@ def test_rounds_end_right_and_the_tables_show_it(tmp_path):
     assert len(rows) == 4 and all("1 resumed" in row for row in rows[:2]), ended.stdout
     again = drill(tmp_path, *flags).stdout
     assert "round 1" in ended.stdout and "round 1" not in again and rows[0] in again
-    exception, flip = (result.cost for result in saved.load(tmp_path / "rounds.jsonl"))
+    rounds = saved.load(tmp_path / "rounds.jsonl", saved.code_version())
+    exception, flip = (result.cost for result in rounds)
     assert exception.steps == 23  # rank 1 raises at the end of an epoch that is not saved yet
     assert flip.steps >= 23  # the damaged checkpoint was of an epoch
     assert all(0 < cost.ended < cost.resumed + 60 for cost in (exception, flip))
@@ -447,6 +456,23 @@ def test_a_job_that_ends_before_the_fault_is_an_outcome_of_its_own(tmp_path):
     job = Job(SCRIPTS / "train_reference.py", tmp_path)
     job.run_fault_free(["spawn"])
     result = job.run_round(plan("kill", "save", 6, delay=10))
+    assert (result.outcome, result.cost) == (TOO_LATE, Cost()), result.detail
+
+
+LIVES_ON = """
+import atexit, time
+atexit.register(time.sleep, 8)
+"""
+
+
+@pytest.mark.full
+def test_a_rank_that_is_killed_after_its_last_checkpoint_shows_nothing(tmp_path):
+    script = tmp_path / "lives_on.py"
+    text = (SCRIPTS / "train_reference.py").read_text()
+    script.write_text(text.replace("def classifier(", f"{LIVES_ON}\n\ndef classifier("))
+    job = Job(script, tmp_path)
+    job.run_fault_free(["torchrun"])
+    result = job.run_round(plan("kill", "save", 6, delay=3, launcher="torchrun"))
     assert (result.outcome, result.cost) == (TOO_LATE, Cost()), result.detail
 
 

@@ -282,9 +282,7 @@ def test_the_report_is_written_into_the_page(tmp_path):
         text.startswith("# A page\n") and text.endswith("\nThe rest.\n") and "\nold\n" not in text
     )
     assert re.findall(r"### (\w+)\n\n\d+ s, passed", text) == parts
-    assert (
-        "x FakeGPU with 16 GiB" in text and "no hidden wait for the GPU in 10 steps on" in text
-    )
+    assert "x FakeGPU with 16 GiB" in text and "no hidden wait for the GPU in 10 steps on" in text
     assert "| Handler |" in text and "characters a second" in text
 
 

@@ -210,6 +210,15 @@ def test_running_again_cannot_make_an_error_good(tmp_path):
     assert again.code == 1 and again.stderr.startswith("error: a run failed before, see ")
 
 
+def test_a_run_of_code_that_has_changed_meanwhile_does_not_go_on(tmp_path, monkeypatch):
+    args = settings(tmp_path)
+    soak.check_settings(args)
+    soak.check_settings(args)
+    monkeypatch.setattr(soak, "FILES", soak.FILES[1:])
+    with pytest.raises(SystemExit, match="give another --folder"):
+        soak.check_settings(args)
+
+
 @pytest.mark.full
 def test_a_run_with_faults_ends_at_the_same_weights_and_a_difference_is_found(tmp_path):
     page = tmp_path / "page.md"
