@@ -257,7 +257,7 @@ def check_loaders_that_cannot_be_sharded_are_refused():
             set_loader({"a": data})
         with pytest.raises(ValueError, match="one data set, not a list of DataLoader: pass one"):
             set_loader([DataLoader(data, 2)], 2)
-    with pytest.raises(ValueError, match="steps_per_epoch is for an IterableDataset"):
+    with pytest.raises(ValueError, match="steps_per_epoch is for data without a length"):
         handler.set_train_loader(data, 2, steps_per_epoch=3)
 
 
@@ -288,7 +288,7 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
     handler.left = []
     if dist.is_initialized():
         with pytest.raises(
-            ValueError, match=r"an IterableDataset on . ranks needs steps_per_epoch"
+            ValueError, match=r"on . ranks, data without a length needs steps_per_epoch"
         ):
             handler.set_train_loader(Stream(), 2)
     handler.set_train_loader(Stream(), 2, steps_per_epoch=2, drop_last=True)
@@ -540,6 +540,19 @@ def check_freezing_after_wrapping_is_a_warning():
         warnings.simplefilter("always")
         handler.train(3)
     assert not [w for w in caught if "requires_grad" in str(w.message)]
+
+
+def check_unfreezing_at_the_start_of_an_epoch_is_a_warning():
+    class Unfreezes(Callback):
+        def on_epoch_start(self):
+            self.handler._unwrapped[0].requires_grad_(True)
+
+    model = network()
+    model[0].requires_grad_(False)
+    handler = job(4 * world_size(), 2, model=model, callbacks=[Unfreezes()])
+    if dist.is_initialized():
+        with pytest.warns(UserWarning, match="requires_grad has changed since DDP wrapped"):
+            handler.train(1)
 
 
 class Batched(Dataset):

@@ -594,5 +594,64 @@ def check_ranks_with_different_numbers_of_batches_are_refused():
             job(8, 1, loader={"batch_sampler": Batches(batches)})
 
 
+class Buckets:
+    """A batch sampler whose number of batches depends on the epoch, and from the second on rank."""
+
+    def __init__(self, with_length=True):
+        self.rank, self.num_replicas = rank(), world_size()
+        self.epoch, self.with_length = 0, with_length
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        if not self.with_length:
+            raise TypeError
+        return 2 + self.epoch * (1 + self.rank)
+
+    def __iter__(self):
+        return iter([[0, 1]] * (2 + self.epoch * (1 + self.rank)))
+
+
+def check_a_batch_sampler_that_gives_ranks_different_numbers_of_batches_later_is_refused():
+    handler = job(4, 1, loader={"batch_sampler": Buckets()})
+    handler.train(1)
+    if world_size() > 1:
+        with pytest.raises(ValueError, match=r"batches \(all ranks: 3 or 4"):
+            handler.train(2)
+
+
+def check_a_batch_sampler_without_a_length_needs_steps_per_epoch_on_several_ranks():
+    handler = job(4, 1)
+    if world_size() > 1:
+        with pytest.raises(ValueError, match="data without a length needs steps_per_epoch"):
+            handler.set_train_loader(Points(4), batch_sampler=Buckets(with_length=False))
+    handler.set_train_loader(Points(4), batch_sampler=Buckets(with_length=False), steps_per_epoch=3)
+    handler.train(2)
+    assert handler.step == 6
+
+
+class GrowsABuffer(nn.Module):
+    """Cache something for the longest input so far, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("cache", torch.zeros(0), persistent=False)
+
+    def forward(self, x):
+        if len(self.cache) < len(x):
+            self.register_buffer("cache", torch.ones(len(x)), persistent=False)
+        return self.layer(x) * self.cache[: len(x), None]
+
+
+def check_a_run_resumes_if_a_forward_pass_replaces_a_buffer():
+    job(6 * world_size(), 3, model=GrowsABuffer(), callbacks=[SaveEach()]).train(1)
+    resumed = job(6 * world_size(), 3, model=GrowsABuffer())
+    resumed.load("1.pt")
+    resumed.train(1)
+    assert resumed.step == 2
+
+
 if __name__ == "__main__":
     run_checks(globals())

@@ -50,6 +50,15 @@ class Notes(Callback):
         self._note("train_end")
 
 
+def test_a_resumed_run_may_be_the_first_to_record_what_early_stopping_monitors(tmp_path):
+    job(12, 2, run_dir=tmp_path).train(1)
+    handler = job(12, 2, callbacks=[EarlyStopping("val_loss")])
+    handler.set_val_loader(Points(4), 2)
+    handler.load(tmp_path)
+    handler.train(2)
+    assert handler.epoch == 2 and len(handler.val_losses) == 2
+
+
 def test_hooks_are_called_in_the_order_of_the_list():
     calls = []
     handler = job(6, 3, callbacks=[Notes("a", calls), Notes("b", calls)])

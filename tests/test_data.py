@@ -272,6 +272,45 @@ def test_a_callers_own_sampler_is_used_if_it_is_rank_aware():
     assert train_loader(range(6), 2, rank=0, world_size=1, sampler=unsharded).sampler is unsharded
 
 
+class ShardsAnother(DistributedSampler):
+    """A sampler that is rank-aware itself, around one that is not, as Catalyst's wrapper is."""
+
+    def __init__(self, sampler, world_size, rank):
+        super().__init__(list(sampler), world_size, rank, shuffle=False)
+        self.sampler = sampler
+
+
+def test_a_rank_aware_sampler_may_contain_one_that_is_not():
+    sampler = ShardsAnother(RandomSampler(range(6)), 2, 1)
+    loader = train_loader(range(6), 2, rank=1, world_size=2, sampler=sampler)
+    assert loader.sampler is sampler and len(list(loader)) == 2
+
+
+@pytest.mark.parametrize("make", [train_loader, eval_loader])
+def test_an_option_that_would_mix_up_the_order_is_refused(make):
+    with pytest.raises(ValueError, match="in_order=False would mix up the order of the samples"):
+        make(range(6), 2, rank=0, world_size=1, num_workers=1, in_order=False)
+
+
+def test_a_stream_that_cannot_be_shuffled_is_not_shuffled_in_silence():
+    with pytest.raises(ValueError, match="expected unspecified shuffle option"):
+        train_loader(Stream(), 2, rank=0, world_size=1, shuffle=True)
+
+
+class Draw(IterableDataset):
+    def __iter__(self):
+        return iter([torch.rand(()).item()])
+
+
+def test_the_workers_of_a_stream_draw_different_numbers_on_each_rank_and_with_each_seed():
+    def drawn(rank, seed):
+        loader = train_loader(Draw(), 1, rank=rank, world_size=2, seed=seed, num_workers=1)
+        return next(iter(loader)).item()
+
+    assert len({drawn(0, 0), drawn(1, 0), drawn(0, 7)}) == 3
+    assert drawn(1, 7) == drawn(1, 7)
+
+
 def test_a_stream_on_one_rank_is_read_to_its_end():
     loader = train_loader(Stream(), 3, rank=0, world_size=1)
     assert [x.tolist() for x in loader] == [[0, 1, 2], [3, 4]]
@@ -455,9 +494,16 @@ def test_workers_may_be_started_by_another_thread():
         loaders.append(train_loader([1.0] * 8, 2, rank=0, world_size=1, **options))
         assert len(list(loaders[0])) == 4
 
-    for _ in range(2):
-        thread = threading.Thread(target=start)
+    def in_a_thread(work):
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert [len(list(loader)) for loader in loaders] == [4, 4]
+
+    for _ in range(2):
+        in_a_thread(start)
+    # Made in the main thread, but started by another one.
+    options = {"num_workers": 1, "persistent_workers": True}
+    loaders.append(train_loader([1.0] * 8, 2, rank=0, world_size=1, **options))
+    in_a_thread(lambda: list(loaders[-1]))
+    assert [len(list(loader)) for loader in loaders] == [4, 4, 4]
     loaders.clear()

@@ -459,11 +459,17 @@ def test_a_fresh_run_does_not_warn_about_a_checkpoint(recwarn):
     assert not [w for w in recwarn if "the checkpoint has" in str(w.message)]
 
 
-def test_a_learning_rate_that_the_scheduler_changed_causes_no_warning(tmp_path, recwarn):
-    steps = {"type": torch.optim.lr_scheduler.StepLR, "args": [1], "every": "epoch"}
+STEPS = {"type": torch.optim.lr_scheduler.StepLR, "args": [1], "every": "epoch"}
+CYCLE = {"type": torch.optim.lr_scheduler.OneCycleLR, "every": "step"}
+CYCLE["kwargs"] = {"max_lr": 0.1, "total_steps": 100}
+
+
+@pytest.mark.parametrize("scheduler", [STEPS, CYCLE])
+def test_a_learning_rate_that_the_scheduler_changed_causes_no_warning(tmp_path, recwarn, scheduler):
+    settings = {"path": str(tmp_path), "scheduler": scheduler}
+    settings["optimizer_kwargs"] = {"lr": 0.1, "momentum": 0.8}
     for epochs in (1, 2):
-        config = configuration(path=str(tmp_path), num_epochs=epochs, scheduler=steps)
-        trainer = TrainerDDP(0, config)
+        trainer = TrainerDDP(0, configuration(num_epochs=epochs, **settings))
         trainer.run_training(*trainer.prepare_dataloaders()[:2])
     assert trainer.handler.optimizer.param_groups[0]["lr"] < 0.1
     assert not [w for w in recwarn if "the checkpoint has" in str(w.message)]

@@ -73,6 +73,8 @@ class Handler:
         run_dir: A folder for this run's configuration, log, history and figures, and for a
             checkpoint per epoch, unless `callbacks` has a Checkpoint with its own folder.
         ddp_options: Keywords of DistributedDataParallel, such as `find_unused_parameters`.
+            Whatever they say, evaluation sets the buffers of all ranks to rank 0's, and a
+            checkpoint holds rank 0's.
 
     Raises:
         ValueError: If a setting is wrong or the device does not support it, or if the optimizer
@@ -149,8 +151,9 @@ class Handler:
                 a sampler that gives this rank its own samples; or an IterableDataset that gives
                 each rank its own samples.
             batch_size: Samples per rank and batch. Default: the existing loader's.
-            steps_per_epoch: Optimizer steps per epoch, for an IterableDataset. The next epoch
-                continues the stream. It restarts when it ends and at each call of `train`.
+            steps_per_epoch: Optimizer steps per epoch, for an IterableDataset, or for a batch
+                sampler without a length. The next epoch continues the stream. It restarts when it
+                ends and at each call of `train`.
             **loader: Anything else that DataLoader takes. `pin_memory` defaults to True on a GPU.
 
         Raises:

@@ -265,6 +265,8 @@ def test_torchmetrics_on_one_rank_alone():
         from torch.utils.data import DataLoader
 
         handler = scores.train(epochs=1)
+        objects = handler.loss_and_metrics.objects
+        objects["twice"] = objects["f1"].clone() + objects["f1"].clone()
         validated = handler.validate()
         if handler.rank == 0:  # evaluate is not collective
             return validated, handler.evaluate(DataLoader(scores.digits("test"), batch_size=32))
@@ -275,7 +277,9 @@ def test_torchmetrics_on_one_rank_alone():
         "loss": True,
         "f1": True,
         "auroc": True,
+        "twice": True,  # a metric that contains others
     }
+    assert validated["twice"] == pytest.approx(2 * validated["f1"])
 
 
 def test_torchmetrics_on_a_rank_without_a_sample():

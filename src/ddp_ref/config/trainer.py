@@ -116,8 +116,9 @@ class TrainerDDP:
         handler.train_loader = train_loader
         handler.val_loader = None if length_or_none(val_loader.dataset) == 0 else val_loader
         if path is not None:
+            fresh = {**handler.optimizer.param_groups[0]}
             handler.load(path)
-            self._check_checkpoint_fits(length_or_none(train_loader.dataset))
+            self._check_checkpoint_fits(length_or_none(train_loader.dataset), fresh)
         handler.train(self.config["training"]["num_epochs"])
         names = ["loss", *handler.metrics]
         return self._results("train", names), self._results("val", [*names, "loss_std"])
@@ -136,8 +137,11 @@ class TrainerDDP:
         self.handler.log(f"Test: loss={results['loss']:.3f} ± {results['loss_std']:.3f}")
         return results
 
-    def _check_checkpoint_fits(self, samples: int | None) -> None:
-        """Raise ValueError, or warn, if the loaded checkpoint does not fit this configuration."""
+    def _check_checkpoint_fits(self, samples: int | None, fresh: Mapping[str, Any]) -> None:
+        """Raise ValueError, or warn, if the loaded checkpoint does not fit this configuration.
+
+        `fresh` is the optimizer's first parameter group before the load.
+        """
         before = self.handler.state.data.get("samples")
         if before not in (None, samples):
             # With another split, items of the test set could be trained on.
@@ -147,13 +151,12 @@ class TrainerDDP:
             )
         group, wanted = self.handler.optimizer.param_groups[0], self.config["training"]
         for name, value in wanted["optimizer_kwargs"].items() if self.handler.step else ():
-            # A scheduler changes the value, and keeps the initial one under another name.
-            saved = group.get(f"initial_{name}", group.get(name, value))
-            if saved != value and self.info.rank == 0:
-                warnings.warn(
-                    f"training.optimizer_kwargs.{name} is {value}, but the checkpoint has {saved}",
-                    stacklevel=3,
-                )
+            # A scheduler changes the value, and keeps the initial one under another name. Some
+            # schedulers, such as OneCycleLR, replace both, so that the value has no effect.
+            saved, now = (own.get(f"initial_{name}", own.get(name)) for own in (group, fresh))
+            if now == value != saved and self.info.rank == 0:
+                key = f"training.optimizer_kwargs.{name}"
+                warnings.warn(f"{key} is {value}, but the checkpoint has {saved}", stacklevel=3)
 
     def _callbacks(self) -> list[Callback]:
         parts = {f"callbacks[{n}]": part for n, part in enumerate(self.config["callbacks"])}

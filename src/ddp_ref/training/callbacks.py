@@ -67,7 +67,7 @@ class EarlyStopping(Callback):
 
     def on_train_start(self) -> None:
         _check_monitor(self.handler, self.monitor)
-        if self.handler.epoch:  # the run that saved may have stopped early
+        if self.handler.history.get(self.monitor):  # the run that saved may have stopped early
             self.on_epoch_end()
 
     def on_epoch_end(self) -> None:

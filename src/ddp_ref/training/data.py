@@ -51,7 +51,7 @@ def train_loader(
         rank: This rank. Default: its rank in the open group, or 0.
         world_size: The number of ranks. Default: that of the open group, or 1.
         shuffle: Whether to shuffle each epoch. Default: yes, or as the existing loader does.
-        seed: The seed of the order and of the samples' random numbers.
+        seed: The seed of the order, of the samples' random numbers, and of the workers'.
         **loader: Anything else that DataLoader takes.
 
     Raises:
@@ -72,7 +72,9 @@ def train_loader(
     if own:
         _check_sampler(own, loader[own], rank, world_size)
         loader["shuffle"] = shuffle  # True is an error of DataLoader
-    elif not isinstance(dataset, IterableDataset):
+    elif isinstance(dataset, IterableDataset):
+        loader["shuffle"] = shuffle  # DataLoader knows which streams can be shuffled
+    else:
         shard = {"rank": rank, "world_size": world_size, "seed": seed}
         loader["sampler"] = TrainSampler(length_of(dataset), shuffle=in_random_order, **shard)
         check_count("batch_size", batch_size)
@@ -80,7 +82,7 @@ def train_loader(
         loader["collate_fn"] = _already_collated
     if own != "batch_sampler" or given is not None:  # DataLoader refuses both together
         loader["batch_size"] = batch_size
-    return Loader(dataset, **loader)
+    return Loader(dataset, seed_from(seed, rank), **loader)
 
 
 def eval_loader(
@@ -121,7 +123,7 @@ def eval_loader(
         loader["drop_last"] = False
     loader["sampler"] = ShardSampler(length_of(dataset), rank=rank, world_size=world_size)
     check_count("batch_size", batch_size)
-    return Loader(dataset, batch_size=batch_size, **loader)
+    return Loader(dataset, seed_from(rank), batch_size=batch_size, **loader)
 
 
 class TrainBatches:
@@ -130,25 +132,23 @@ class TrainBatches:
     Args:
         loader: This rank's loader, from `train_loader`.
         handler: The Handler, for its rank, seed and `accumulate`.
-        steps_per_epoch: Optimizer steps per epoch, for an IterableDataset; None to go to its end.
+        steps_per_epoch: Optimizer steps per epoch, for an IterableDataset or a batch sampler
+            without a length; None to go to its end.
 
     Raises:
-        ValueError: If an IterableDataset on several ranks has no `steps_per_epoch`, or a data set
+        ValueError: If data without a length has no `steps_per_epoch` on several ranks, or data
             with a length has it; on all ranks, if their data differ in length.
     """
 
     def __init__(self, loader: DataLoader[Any], handler: Any, steps_per_epoch: int | None) -> None:
         world_size = handler.info.world_size
-        is_stream = isinstance(loader.dataset, IterableDataset)
+        endless = isinstance(loader.dataset, IterableDataset) or length_or_none(loader) is None
         if steps_per_epoch is not None:
             check_count("steps_per_epoch", steps_per_epoch)
-            if not is_stream:
-                raise ValueError("steps_per_epoch is for an IterableDataset: leave it out here")
-        elif is_stream and world_size > 1:
-            raise ValueError(
-                f"an IterableDataset on {world_size} ranks needs steps_per_epoch, because the "
-                "ranks could have different numbers of batches"
-            )
+            if not endless:
+                raise ValueError("steps_per_epoch is for data without a length: leave it out here")
+        elif endless and world_size > 1:
+            raise ValueError(f"on {world_size} ranks, data without a length needs steps_per_epoch")
         self.loader, self.handler, self.steps_per_epoch = loader, handler, steps_per_epoch
         self._sampler = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
         # A batch sampler without a batch_size counts each of its batches as one sample.
@@ -156,7 +156,10 @@ class TrainBatches:
         #: how many samples all ranks together draw in one batch each
         self.samples_per_batch = batch_size * world_size
         self._stream = self._endless()
-        self._check_and_log()
+        self._check_lengths()
+        if (own := self._sampler) and own.repeated:
+            why = "so that all ranks take the same number of steps"
+            handler.log(f"each epoch repeats {own.repeated} of the {own.size} samples, {why}")
 
     def rewind(self) -> None:
         """Read a stream from its beginning again, and end the workers that read it so far."""
@@ -189,20 +192,17 @@ class TrainBatches:
         for sampler in (self.loader.sampler, outer, getattr(outer, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(state.epoch)
+        self._check_lengths()  # a sampler's length may change with the epoch
         if state.samples_seen:
-            warnings.warn(
-                f"epoch {state.epoch + 1} starts again, because only Handler's own sampler can "
-                "continue in the middle of an epoch",
-                stacklevel=2,
-            )
+            why = "because only Handler's own sampler can continue in the middle of an epoch"
+            warnings.warn(f"epoch {state.epoch + 1} starts again, {why}", stacklevel=2)
         return not state.samples_seen
 
     def windows(self) -> Iterator[list[Any]]:
         """Yield the batches of each remaining optimizer step of the epoch."""
         accumulate, steps = self.handler.accumulate, self.steps_per_epoch
         batches = islice(self._stream, steps * accumulate) if steps else iter(self.loader)
-        while window := list(islice(batches, accumulate)):
-            yield window
+        return iter(lambda: list(islice(batches, accumulate)), [])
 
     def steps_left(self, samples_seen: int) -> int | None:
         """Return how many steps of the epoch are left; None if the data has no length."""
@@ -224,18 +224,13 @@ class TrainBatches:
             if batch is None:
                 raise ValueError("the stream gave no batch: each rank needs at least one")
 
-    def _check_and_log(self) -> None:
-        """Check that an epoch has as many steps on all ranks, and log what it repeats."""
+    def _check_lengths(self) -> None:
+        """Check that an epoch has as many steps on all ranks (collective)."""
         items, batches = length_or_none(self.loader.dataset), length_or_none(self.loader)
         if self.steps_per_epoch is not None:
             items = batches = None  # streams may differ in length, but not in the number of steps
         steps = {"steps_per_epoch": self.steps_per_epoch}
         check_same(self.handler.info.distributed, items=items, batches=batches, **steps)
-        if self._sampler and self._sampler.repeated:
-            self.handler.log(
-                f"each epoch repeats {self._sampler.repeated} of the {self._sampler.size} samples, "
-                "so that all ranks take the same number of steps"
-            )
 
 
 def length_of(dataset: Any) -> int:
@@ -270,6 +265,8 @@ def _unpack(
     data: Any, batch_size: int | None, given: Mapping[str, Any]
 ) -> tuple[Any, int | None, dict[str, Any]]:
     """Return the data set, batch size and loader options; an existing loader's, unless `given`."""
+    if given.get("in_order") is False:
+        raise ValueError("in_order=False would mix up the order of the samples: leave it out")
     options: dict[str, Any] = {}
     if isinstance(data, DataLoader):
         kind = type(data)
@@ -283,8 +280,7 @@ def _unpack(
         options = {name: getattr(data, name) for name in kept}
         data, batch_size = data.dataset, data.batch_size if batch_size is None else batch_size
     if isinstance(data, SeededDataset):  # from a loader of ours
-        options["collate_fn"] = data.collate_fn
-        data = data.dataset
+        options["collate_fn"], data = data.collate_fn, data.dataset
     return data, batch_size, options | dict(given)
 
 
@@ -304,7 +300,8 @@ def _already_collated(batch: Any) -> Any:
 
 def _check_sampler(name: str, sampler: Any, rank: int, world_size: int) -> None:
     """Raise ValueError unless `sampler` gives this rank its own samples."""
-    inner = getattr(sampler, "sampler", sampler)  # the one inside a BatchSampler
+    # The one inside a BatchSampler, unless the outer one knows its rank.
+    inner = sampler if hasattr(sampler, "rank") else getattr(sampler, "sampler", sampler)
     shard = getattr(inner, "rank", None), getattr(inner, "num_replicas", None)
     if world_size > 1 and shard != (rank, world_size):
         raise ValueError(

@@ -78,19 +78,23 @@ def warm_up_ddp_buckets(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     rng_state, buffers = generator_state(device), copied_buffers(model)
     loss().backward()
     model.zero_grad()
-    restore_buffers(model, buffers)
+    restore_buffers(buffers)
     set_generator_state(rng_state, device)
 
 
-def copied_buffers(model: nn.Module) -> list[Tensor]:
-    """Return copies of the buffers: a forward pass may change them, as BatchNorm does."""
-    return [buffer.clone() for buffer in model.buffers()]
+def copied_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
+    """Return each buffer's module, name, tensor and copy: a forward pass may change or replace it.
+
+    BatchNorm changes its buffers, and a cache of positions may be replaced by a longer one.
+    """
+    own = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
+    return [(module, name, buffer, buffer.clone()) for module, name, buffer in own]
 
 
-def restore_buffers(model: nn.Module, copies: list[Tensor]) -> None:
-    """Set the buffers of `model` back to what `copied_buffers` returned."""
-    for buffer, before in zip(model.buffers(), copies, strict=True):
-        buffer.copy_(before)
+def restore_buffers(copies: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    """Set the buffers back to what `copied_buffers` returned."""
+    for module, name, buffer, before in copies:
+        setattr(module, name, buffer.copy_(before))
 
 
 def _switch(name: str = "DDP_FIND_UNUSED_PARAMETERS") -> bool:

@@ -17,18 +17,19 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Loader(DataLoader[Any]):
-    """A DataLoader that draws nothing from the global generator."""
+    """A DataLoader that draws nothing from the global generator; `seed` seeds its workers."""
 
-    def __init__(self, dataset: Dataset[Any], **options: Any) -> None:
+    def __init__(self, dataset: Dataset[Any], seed: int, **options: Any) -> None:
         self.has_own_generator = options.get("generator") is not None
-        if options.get("num_workers"):
-            from_main = threading.current_thread() is threading.main_thread()
-            options["worker_init_fn"] = partial(_start, options.get("worker_init_fn"), from_main)
         if not self.has_own_generator:
-            options["generator"] = torch.Generator()  # for the seeds of the workers
+            options["generator"] = torch.Generator().manual_seed(seed)
         super().__init__(dataset, **options)
+        self._then = self.worker_init_fn
 
     def _get_iterator(self) -> Any:
+        if self.num_workers:
+            from_main = threading.current_thread() is threading.main_thread()
+            self.worker_init_fn = partial(_start, self._then, from_main)
         batches: Any = super()._get_iterator()
         if self.num_workers:
             # They ignore SIGTERM, so at exit multiprocessing would join them without a timeout.

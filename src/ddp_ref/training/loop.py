@@ -42,14 +42,14 @@ class TrainLoop:
 
     def _train_epoch(self) -> None:
         handler, state, batches = self.handler, self.state, self.handler.train_batches
-        self._check_requires_grad()
         if not batches.seek(state):
             self._reset_epoch()
         if not state.samples_seen:
             handler.rng.restore()
             state.running = {}
-        self._call("on_epoch_start")
         self.model.train()
+        self._call("on_epoch_start")  # may put parts of the model into eval mode, or freeze them
+        self._check_requires_grad()
         handler.rng.restore()  # on a mid-epoch resume, to undo what the hooks have drawn
         for window in batches.windows():
             self._train_step(window)
@@ -61,9 +61,9 @@ class TrainLoop:
             if state.step % handler.sync_every == 0:
                 self.rank_sync.start(state.sums)
         if not state.samples_seen:
+            advice = "use a smaller batch_size, or leave out drop_last"
             raise ValueError(
-                f"an epoch has no batch of {batches.loader.batch_size} samples: use a smaller "
-                "batch_size, or leave out drop_last"
+                f"an epoch has no batch of {batches.loader.batch_size} samples: {advice}"
             )
         self._sync()
         self._end_epoch()
@@ -91,7 +91,7 @@ class TrainLoop:
             for count, result in results:
                 state.sums.add(count, result)
         else:
-            restore_buffers(self.model, buffers)
+            restore_buffers(buffers)
         state.step += 1
 
     def _end_epoch(self) -> None:
@@ -164,9 +164,6 @@ class TrainLoop:
         """Warn if parameters were frozen or unfrozen after DDP had registered its hooks."""
         now = [parameter.requires_grad for parameter in self.model.parameters()]
         if self.distributed and now != self._trainable:
-            warnings.warn(
-                "requires_grad has changed since DDP wrapped the model, and DDP does not notice "
-                "that: freeze parameters before you create the Handler",
-                stacklevel=2,
-            )
+            why = "requires_grad has changed since DDP wrapped the model, which DDP does not notice"
+            warnings.warn(f"{why}: freeze parameters before you create the Handler", stacklevel=2)
         self._trainable = now

@@ -169,8 +169,9 @@ class LossAndMetrics:
             metric.reset()
             if hasattr(metric, "persistent"):  # torchmetrics: put the state into state_dict()
                 metric.persistent(True)
-            if hasattr(metric, "distributed_available_fn"):  # torchmetrics reduces over ranks
-                metric.distributed_available_fn = lambda: distributed
+            for part in getattr(metric, "modules", tuple)():  # some metrics contain others
+                if hasattr(part, "distributed_available_fn"):  # torchmetrics reduces over ranks
+                    part.distributed_available_fn = lambda: distributed
         return RunningSums(["loss", *self.functions], self.device, objects)
 
 

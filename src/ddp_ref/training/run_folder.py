@@ -46,8 +46,7 @@ class RunFolder(Callback):
         handler = self.handler
         loss_fn, scheduler = handler.loss_and_metrics.loss_fn, handler.scheduler
         settings = {
-            "model": repr(handler.model).splitlines(),
-            "optimizer": repr(handler.optimizer).splitlines(),
+            **{name: repr(getattr(handler, name)).splitlines() for name in ("model", "optimizer")},
             "scheduler": None if scheduler is None else type(scheduler).__name__,
             "loss_fn": getattr(loss_fn, "__qualname__", repr(loss_fn)),
             "metrics": list(handler.metrics),
