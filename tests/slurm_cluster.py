@@ -12,7 +12,7 @@ import torch
 from harness import MARK, SCRIPTS, Result, clean_environment, marked, run
 
 LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
-END_OF_HEAD = "# ---- Nothing below"  # where the header of a template ends
+END_OF_HEAD = "# ---- You need not edit anything below."
 END_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
