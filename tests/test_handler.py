@@ -654,7 +654,7 @@ class InParts(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, InParts])
 def test_an_optimizer_that_does_not_fit_is_refused(kind):
     model = nn.Linear(4, 2)
-    with pytest.raises(ValueError, match=f"{kind.__name__} does not fit Handler's steps or saves"):
+    with pytest.raises(ValueError, match=f"{kind.__name__} does not fit Handler: use another"):
         Handler(model, kind(model.parameters()), nn.functional.cross_entropy)
 
 

@@ -110,8 +110,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
         )
     # LBFGS runs the model several times per step. ZeroRedundancyOptimizer has its state in parts.
     if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "consolidate_state_dict"):
-        kind = type(optimizer).__name__
-        raise ValueError(f"{kind} does not fit Handler's steps or saves: use another optimizer")
+        raise ValueError(f"{type(optimizer).__name__} does not fit Handler: use another optimizer")
     own = {id(parameter) for parameter in model.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if others := sum(id(parameter) not in own for parameter in given):
