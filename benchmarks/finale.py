@@ -30,7 +30,7 @@ BATCH, BLOCK = {"cpu": 8, "cuda": 64}, 64  # rows of a rank, characters of a row
 
 def measure(rounds: int) -> list[Table]:
     rows = compare(run_ranks(times_on_rank, rounds, nproc=RANKS)[0], RAW)
-    return [Table("a step of the finale", rows, speeds(rows, RANKS * BATCH["cpu"]))]
+    return [Table("a step of the small GPT", rows, speeds(rows, RANKS * BATCH["cpu"]))]
 
 
 def speeds(rows: list[Row], batch: int) -> list[str]:

@@ -3,7 +3,7 @@
 Two ranks run on the CPU. In the gather, each rank has 32 MiB of float32 outputs, in batches of 2
 MiB. The baseline is an all-reduce of a tensor of 64 MiB, and GB/s counts these 64 MiB in every row.
 `Handler` is the gather inside `predict`, without the model: it brings the outputs to rank 0 only,
-in order. The other functions bring them to all ranks, and accelerate's returns them in another
+in order. The other functions bring them to all ranks, and accelerate's returns them in a different
 order. The evaluation runs a small model over 20,001 items, which two ranks cannot share evenly. Its
 baseline is a hand-written loop over each rank's own items, with one all-reduce at the end. The
 benchmark fails unless all of them give the same outputs, apart from their order, and the same loss.

@@ -58,8 +58,8 @@ REDUCE, GATHER = "reduce_sum of one number", "gather_objects, 100 bytes each"
 SUMMARY = "Handler's summary, every ten steps"
 PREDICT, SAVE, LOAD = "predict, 16 MiB in all", "save, 16 MiB", "load, 16 MiB"
 NAMES = OPEN, LAZY, BARRIER, ON_RANK, SHARED, REDUCE, GATHER, SUMMARY, PREDICT, SAVE, LOAD
-# The work of the busiest rank grows with this power of the number of ranks. That of the barrier
-# grows more slowly, so it is not predicted.
+# The work of the busiest rank grows with this power of the number of ranks. A barrier's work grows
+# more slowly, so we do not predict it.
 POWERS = {name: 2 if name == OPEN else 1 for name in NAMES if name != BARRIER}
 FIGURE = Path("figures", "growth.svg")
 MARKS = "<!-- begin of what growth.py has written -->", "<!-- end -->"

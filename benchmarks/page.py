@@ -38,7 +38,7 @@ def require_marks(
         for begin, end in pairs:
             around_marks(page, begin, end)
     except (OSError, ValueError) as error:
-        parser.error(f"the page cannot take the results: {error}")
+        parser.error(f"cannot write the results into {page}: {error}")
 
 
 def machine(packages: Sequence[str]) -> str:

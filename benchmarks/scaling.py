@@ -5,7 +5,7 @@ independent processes show what the machine itself allows, because they too shar
 and clock. Each process has one thread. With an ideal second process, a step takes as long as before
 in weak scaling, and half as long in strong scaling. But half a batch takes more than half the time
 even in one process, because a part of each step does not depend on the batch. So the second table
-also has that row.
+also shows one process with half a batch.
 """
 
 from collections.abc import Callable

@@ -10,7 +10,7 @@ The loops take turns of ten steps in the same two processes. The memory addresse
 gets can make one loop faster and another slower for as long as the process lives. So we start the
 processes twelve times. If the control's interval then still extends more than 2 % from 1, we start
 them up to twelve more times. The intervals are bootstrapped over these launches. Because we stop as
-soon as the control is narrow enough, its interval may be a little too narrow.
+soon as the control's interval is narrow enough, it may be a little too narrow.
 
 The loops do not all do the same work. `Handler` looks up the samples of a batch in one call. The
 loader that the others use looks them up one by one. So there is also a raw loop, and a Fabric loop,
@@ -87,7 +87,7 @@ def against_raw(rows: list[Row]) -> list[str]:
         faster = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise)
         target = "no other library with its usual loader faster than Handler by more than the noise"
         reached = False if faster else True if quiet else None
-        goals.append(goal(target, faster or "no library was faster", reached))
+        goals.append(goal(target, faster or "none measurably faster", reached))
     return goals
 
 

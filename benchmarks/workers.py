@@ -1,9 +1,9 @@
 """A call to a running `ParallelExecutor`, compared with starting processes for each call.
 
 Two workers on the CPU call a function that does nothing, and send its result back. The two bare
-pipes show the unavoidable part: they carry the same bytes in both directions, to processes that
-only wait and answer. accelerate's launcher forks, so its processes do not import torch again, as
-spawned processes do.
+pipes show the unavoidable part: they carry as many bytes in each direction as a call does, to
+processes that only wait and answer. accelerate's launcher forks, so its processes do not import
+torch again, as spawned processes do.
 """
 
 import io

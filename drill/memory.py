@@ -21,7 +21,7 @@ def ranks(running: Running) -> list[psutil.Process]:
 
 
 class Memory:
-    """The memory that each process has for itself (USS), sampled until the job writes an `end`."""
+    """Each process's own memory (USS), sampled until the job writes one of `ends`."""
 
     def __init__(self, running: Running, ends: Sequence[str]) -> None:
         self.running, self.ends = running, ends

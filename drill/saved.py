@@ -67,7 +67,7 @@ def add(path: Path, result: RoundResult, version: str) -> None:
     Exit with an error if the code has changed since it was `version`.
     """
     if code_version() != version:
-        sys.exit("error: the code has changed since the drill began, so it ends here")
+        sys.exit("error: the code has changed since the drill began, so the drill stops")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"version": version} | asdict(result)) + "\n")

@@ -184,7 +184,7 @@ def check_settings(args: argparse.Namespace) -> None:
     """
     file, settings = args.folder / "settings.txt", f"{command_line(args)} | {code_version(FILES)}"
     if file.exists() and (old := file.read_text()) != settings:
-        sys.exit(f"error: {args.folder} is of {old}, not of {settings}: give another --folder")
+        sys.exit(f"error: {args.folder} has runs of {old}, not {settings}: give another --folder")
     for failed in args.folder.glob(f"*/{FAILED}"):
         sys.exit(f"error: a run failed before, see {failed}: delete its folder to run it again")
     args.folder.mkdir(parents=True, exist_ok=True)

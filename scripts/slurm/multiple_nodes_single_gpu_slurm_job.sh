@@ -28,8 +28,8 @@ INTERFACE=                      # such as ib0 or eth0, if NCCL or Gloo choose th
 
 set -u
 
-# NCCL sends gradients between GPUs. Gloo sends them between CPUs, and the messages of ddp_ref's
-# on_rank. Both choose an interface by themselves. If a rank announces the wrong one, the others
+# NCCL sends gradients between GPUs. Gloo sends gradients between CPUs, and also the messages of
+# ddp_ref's on_rank. Both choose an interface by themselves. If a rank announces the wrong one, the others
 # cannot reach it, or they wait until the timeout. NCCL expects the beginnings of names: "=" before
 # a name means exactly that name, and "^" excludes it. Gloo expects exact names and rejects "^".
 if [ "$INTERFACE" ]; then
