@@ -23,7 +23,7 @@ TO_ALL = ("interrupt", "terminate")  # signals that may also go to the whole job
 # These can happen at any time. The others need a rank that waits for them.
 AT_ANY_TIME = ("kill", "pause", "truncate", "flip", *TO_ALL)
 EPOCHS, STEPS = 6, 23  # of the whole training, and per epoch
-DELAY = 0.2  # seconds: the most, because an epoch takes about as long
+DELAY = 0.2  # seconds at most: an epoch takes about as long
 KEEP = 3  # checkpoints, the default of Checkpoint
 IN_TRAINING = ("step", "validation", "epoch's end", "save")
 PLACES = ("start-up", "load", *IN_TRAINING)

@@ -47,6 +47,8 @@ FILES = (
     "drill/judge.py",
     "drill/launchers.py",
     "drill/memory.py",
+    "drill/plan.py",
+    "drill/rounds.py",
     "drill/soak.py",
     "scripts/char_gpt.py",
     "tests/harness.py",

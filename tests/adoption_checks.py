@@ -288,7 +288,7 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
     handler.left = []
     if dist.is_initialized():
         with pytest.raises(
-            ValueError, match=r"on . ranks, data without a length needs steps_per_epoch"
+            ValueError, match="data without a length may differ between ranks: pass steps_per_epoch"
         ):
             handler.set_train_loader(Stream(), 2)
     handler.set_train_loader(Stream(), 2, steps_per_epoch=2, drop_last=True)

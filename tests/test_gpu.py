@@ -9,7 +9,6 @@ import torch
 from harness import ROOT, SCRIPTS, run, torchrun
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
-from torch.utils.data import Subset, TensorDataset
 from training_job import Points, flat, job, network
 
 from ddp_ref import (
@@ -247,11 +246,6 @@ def test_batches_are_pinned_unless_the_user_decides():
         torch.utils.data.DataLoader(Points(20), 3)
     )  # an existing loader keeps its own setting
     assert not handler.train_loader.pin_memory
-    there = TensorDataset(*(part.cuda() for part in Points(20)[:]))
-    for data in (there, Subset(there, range(10))):  # it cannot be pinned
-        handler.set_train_loader(data, 5)
-        assert not handler.train_loader.pin_memory
-        handler.train(handler.epoch + 1)
 
 
 @two_gpus

@@ -49,9 +49,9 @@ def on_rank(
 
     Args:
         rank: The executing rank, or a list, tuple, set or range of ranks.
-        barrier: Add a `dist.barrier()` of the default group, which under nccl waits for the GPUs.
-            Not with `local`. If the other ranks give up after `max_wait`, they leave it out, so end
-            the job then.
+        barrier: Add a `dist.barrier()` of the default group, which with NCCL waits for the GPUs.
+            Not with `local`. If the other ranks give up after `max_wait`, they skip this barrier,
+            so end the job.
         broadcast: Return the result of the lowest executing rank on the other ranks too. It is
             pickled, and CUDA tensors in it arrive on the receiver's own device. If it cannot be
             unpickled, the receivers raise.

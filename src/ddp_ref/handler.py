@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from .decorators import on_rank
 from .initialize import _resolve_device, initialize_ddp
 from .training import train_state
-from .training.batches import inputs_of, on_gpu, use_device
+from .training.batches import inputs_of, use_device
 from .training.callbacks import Callback, Checkpoint, ProgressBar
 from .training.checkpoint import check_finite, find, find_on_all_ranks, write
 from .training.checks import check_count, check_same, raise_on_all_ranks
@@ -73,8 +73,8 @@ class Handler:
         run_dir: A folder for this run's configuration, log, history and figures, and for a
             checkpoint per epoch, unless `callbacks` has a Checkpoint with its own folder.
         ddp_options: Keywords of DistributedDataParallel, such as `find_unused_parameters`.
-            Whatever they say, evaluation sets the buffers of all ranks to rank 0's, and a
-            checkpoint holds rank 0's.
+            Even with `broadcast_buffers=False`, evaluation uses rank 0's buffers on all ranks, and
+            checkpoints contain rank 0's buffers.
 
     Raises:
         ValueError: If a setting is wrong or the device does not support it, or if the optimizer
@@ -148,14 +148,14 @@ class Handler:
 
         Args:
             data: A data set, the same on all ranks; an existing DataLoader, which is rebuilt with
-                a sampler that gives this rank its own samples, in an order from this Handler's
-                `seed`; or an IterableDataset that gives each rank its own samples.
+                a sampler that gives this rank its own samples, in an order that depends on
+                this Handler's `seed`; or an IterableDataset that gives each rank its own samples.
             batch_size: Samples per rank and batch. Default: the existing loader's.
             steps_per_epoch: Optimizer steps per epoch, for an IterableDataset, or for a batch
                 sampler without a length. The next epoch continues the stream. It restarts when it
                 ends and at each call of `train`.
-            **loader: Anything else that DataLoader takes. `pin_memory` defaults to True on a GPU,
-                except for a TensorDataset that is on the GPU already.
+            **loader: Anything else that DataLoader takes. `pin_memory` defaults to True on a GPU:
+                pass False for data that is on the GPU already.
 
         Raises:
             ValueError: If an option is wrong, or the length of the data differs between ranks.
@@ -492,7 +492,7 @@ class Handler:
 
     def _loader(self, make: Any, data: Any, batch_size: int | None, **options: Any) -> Any:
         """Make this rank's loader, with `train_loader` or `eval_loader`."""
-        if self.device.type == "cuda" and not isinstance(data, DataLoader) and not on_gpu(data):
+        if self.device.type == "cuda" and not isinstance(data, DataLoader):
             options.setdefault("pin_memory", True)
         return make(data, batch_size, rank=self.rank, world_size=self.info.world_size, **options)
 

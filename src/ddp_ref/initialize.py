@@ -139,7 +139,7 @@ def cleanup_ddp() -> None:
 def wait_until_gloo_is_idle() -> None:
     """Wait until gloo's threads sleep and are not scheduled between two checks, 30 s at most.
 
-    Only Linux shows its threads. Elsewhere, this returns at once.
+    These threads are visible only on Linux. Elsewhere, this returns at once.
 
     These threads take the GIL to release the last tensors. If Python is shutting down by then, the
     process aborts (up to Python 3.13). Freeing the last DDP model joins gloo's threads while

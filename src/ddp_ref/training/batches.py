@@ -17,11 +17,6 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def on_gpu(dataset: Any) -> bool:
-    """Say whether a TensorDataset, or a Subset of one, is on a GPU, so that it cannot be pinned."""
-    return any(t.is_cuda for t in getattr(getattr(dataset, "dataset", dataset), "tensors", ()))
-
-
 def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """Feed the model the first part of an (inputs, targets) batch; return outputs and targets."""
     if not isinstance(batch, list | tuple) or len(batch) != 2:

@@ -26,7 +26,10 @@ class Callback:
         """Called when `train` starts, before its first epoch."""
 
     def on_epoch_start(self) -> None:
-        """Called before the first batch of an epoch, and again if the epoch is resumed."""
+        """Called before the first batch of an epoch, and again if the epoch is resumed.
+
+        The model is in train mode. What the hook changes, such as `layer.eval()`, stays.
+        """
 
     def on_step_end(self) -> None:
         """Called after each optimizer step; `handler.step` counts it."""

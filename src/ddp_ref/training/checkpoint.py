@@ -202,8 +202,8 @@ def check_finite(model: nn.Module) -> None:
             continue  # extra state need not be a tensor
         real = torch.view_as_real(value) if value.is_complex() else value
         if real.is_floating_point():
-            # Both ends are nan if any element is. isfinite would take 20 times as long. float8, of
-            # one byte, has no aminmax.
+            # Minimum and maximum are both nan if any element is. isfinite would take 20 times as
+            # long. float8 types, with one byte per element, have no aminmax.
             ends = torch.stack((real.float() if real.element_size() == 1 else real).aminmax())
             # A buffer, such as a mask, may be infinite on purpose, so there only nan is an error.
             wrong[name] = (ends.isnan() if name in buffers else ~ends.isfinite()).any()

@@ -51,7 +51,7 @@ def train_loader(
         rank: This rank. Default: its rank in the open group, or 0.
         world_size: The number of ranks. Default: that of the open group, or 1.
         shuffle: Whether to shuffle each epoch. Default: yes, or as the existing loader does.
-        seed: The seed of the order, of the samples' random numbers, and of the workers'.
+        seed: The seed of the order, and of the random numbers of samples and workers.
         **loader: Anything else that DataLoader takes.
 
     Raises:
@@ -136,19 +136,19 @@ class TrainBatches:
             without a length; None to go to its end.
 
     Raises:
-        ValueError: If data without a length has no `steps_per_epoch` on several ranks, or data
-            with a length has it; on all ranks, if their data differ in length.
+        ValueError: If data without a length has no `steps_per_epoch` on several ranks, or if data
+            with a length has it. If the lengths differ between ranks, all ranks raise.
     """
 
     def __init__(self, loader: DataLoader[Any], handler: Any, steps_per_epoch: int | None) -> None:
         world_size = handler.info.world_size
-        endless = isinstance(loader.dataset, IterableDataset) or length_or_none(loader) is None
+        unsized = isinstance(loader.dataset, IterableDataset) or length_or_none(loader) is None
         if steps_per_epoch is not None:
             check_count("steps_per_epoch", steps_per_epoch)
-            if not endless:
+            if not unsized:
                 raise ValueError("steps_per_epoch is for data without a length: leave it out here")
-        elif endless and world_size > 1:
-            raise ValueError(f"on {world_size} ranks, data without a length needs steps_per_epoch")
+        elif unsized and world_size > 1:
+            raise ValueError("data without a length may differ between ranks: pass steps_per_epoch")
         self.loader, self.handler, self.steps_per_epoch = loader, handler, steps_per_epoch
         self._sampler = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
         # A batch sampler without a batch_size counts each of its batches as one sample.
@@ -192,7 +192,8 @@ class TrainBatches:
         for sampler in (self.loader.sampler, outer, getattr(outer, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(state.epoch)
-        self._check_lengths()  # a sampler's length may change with the epoch
+        if self.steps_per_epoch is None:  # a sampler's length may change with the epoch
+            check_same(self.handler.info.distributed, batches=length_or_none(self.loader))
         if state.samples_seen:
             why = "because only Handler's own sampler can continue in the middle of an epoch"
             warnings.warn(f"epoch {state.epoch + 1} starts again, {why}", stacklevel=2)
@@ -225,7 +226,7 @@ class TrainBatches:
                 raise ValueError("the stream gave no batch: each rank needs at least one")
 
     def _check_lengths(self) -> None:
-        """Check that an epoch has as many steps on all ranks (collective)."""
+        """Check that an epoch has the same number of steps on all ranks (collective)."""
         items, batches = length_or_none(self.loader.dataset), length_or_none(self.loader)
         if self.steps_per_epoch is not None:
             items = batches = None  # streams may differ in length, but not in the number of steps
@@ -300,8 +301,8 @@ def _already_collated(batch: Any) -> Any:
 
 def _check_sampler(name: str, sampler: Any, rank: int, world_size: int) -> None:
     """Raise ValueError unless `sampler` gives this rank its own samples."""
-    # The one inside a BatchSampler, unless the outer one knows its rank.
-    inner = sampler if hasattr(sampler, "rank") else getattr(sampler, "sampler", sampler)
+    # Check the sampler inside a BatchSampler, unless the outer one is rank-aware itself.
+    inner = sampler if hasattr(sampler, "num_replicas") else getattr(sampler, "sampler", sampler)
     shard = getattr(inner, "rank", None), getattr(inner, "num_replicas", None)
     if world_size > 1 and shard != (rank, world_size):
         raise ValueError(

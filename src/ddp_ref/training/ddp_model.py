@@ -82,19 +82,17 @@ def warm_up_ddp_buckets(model: nn.Module, loss: Callable[[], Tensor]) -> None:
     set_generator_state(rng_state, device)
 
 
-def copied_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor, Tensor]]:
-    """Return each buffer's module, name, tensor and copy: a forward pass may change or replace it.
-
-    BatchNorm changes its buffers, and a cache of positions may be replaced by a longer one.
-    """
+def copied_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return each buffer's module, name and copy: a forward pass may change it, as in BatchNorm."""
     own = [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False)]
-    return [(module, name, buffer, buffer.clone()) for module, name, buffer in own]
+    return [(module, name, buffer.clone()) for module, name, buffer in own]
 
 
-def restore_buffers(copies: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
-    """Set the buffers back to what `copied_buffers` returned."""
-    for module, name, buffer, before in copies:
-        setattr(module, name, buffer.copy_(before))
+def restore_buffers(copies: list[tuple[nn.Module, str, Tensor]]) -> None:
+    """Set the buffers back to their copies, except a cache that has grown meanwhile."""
+    for module, name, before in copies:
+        if (buffer := getattr(module, name)).shape == before.shape:
+            buffer.copy_(before)
 
 
 def _switch(name: str = "DDP_FIND_UNUSED_PARAMETERS") -> bool:

@@ -3,11 +3,11 @@
 import ctypes
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize, is_exiting
+from threading import current_thread, main_thread
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ class Loader(DataLoader[Any]):
         if not self.has_own_generator:
             options["generator"] = torch.Generator().manual_seed(seed)
         super().__init__(dataset, **options)
-        self._then = self.worker_init_fn
 
     def _get_iterator(self) -> Any:
-        if self.num_workers:
-            from_main = threading.current_thread() is threading.main_thread()
-            self.worker_init_fn = partial(_start, self._then, from_main)
+        then, from_main = self.worker_init_fn, current_thread() is main_thread()
+        self.worker_init_fn = partial(_start, then, from_main)  # for the workers that start now
         batches: Any = super()._get_iterator()
+        self.worker_init_fn = then
         if self.num_workers:
             # They ignore SIGTERM, so at exit multiprocessing would join them without a timeout.
             Finalize(batches, _kill, (batches._workers,), exitpriority=0)

@@ -169,7 +169,8 @@ class LossAndMetrics:
             metric.reset()
             if hasattr(metric, "persistent"):  # torchmetrics: put the state into state_dict()
                 metric.persistent(True)
-            for part in getattr(metric, "modules", tuple)():  # some metrics contain others
+            parts: Any = metric.modules() if isinstance(metric, nn.Module) else ()
+            for part in parts:  # some metrics contain others
                 if hasattr(part, "distributed_available_fn"):  # torchmetrics reduces over ranks
                     part.distributed_available_fn = lambda: distributed
         return RunningSums(["loss", *self.functions], self.device, objects)

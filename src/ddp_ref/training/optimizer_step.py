@@ -108,9 +108,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"optimizer must be one torch.optim.Optimizer, not a {type(optimizer).__name__}: with "
             "several optimizers, as for a GAN, write your own loop with wrap_model and train_loader"
         )
-    # LBFGS runs the model several times per step. ZeroRedundancyOptimizer has its state in parts.
-    if isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "consolidate_state_dict"):
-        raise ValueError(f"{type(optimizer).__name__} does not fit Handler: use another optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS runs the model several times per step: use another optimizer")
     own = {id(parameter) for parameter in model.parameters()}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if others := sum(id(parameter) not in own for parameter in given):
@@ -134,8 +133,8 @@ def _scheduler(scheduler: Any) -> tuple[Any, str | None]:
     if scheduler is None:
         return None, None
     pair = scheduler if isinstance(scheduler, tuple) else (scheduler, "epoch")
-    step, known = getattr(pair[0], "step", None), hasattr(pair[0], "state_dict")
-    if len(pair) != 2 or pair[1] not in ("step", "epoch") or not callable(step) or not known:
+    step = getattr(pair[0], "step", None)
+    if len(pair) != 2 or pair[1] not in ("step", "epoch") or not callable(step):
         raise ValueError(
             f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r:.100} (for a '
             "Lightning dict pass dict['scheduler'])"

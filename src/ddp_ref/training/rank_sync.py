@@ -148,6 +148,6 @@ def caught_signals(into: list[int]) -> Iterator[None]:
         raise
     finally:
         for number, handler in after.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set by Python
+            signal.signal(number, handler or signal.SIG_DFL)  # None: C code set it
     for number in into:
         signal.raise_signal(number)

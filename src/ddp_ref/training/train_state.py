@@ -64,8 +64,8 @@ class RngState:
     def state(self) -> dict[str, Any]:
         """Return the state that `load` takes, for a checkpoint.
 
-        Every rank loads the states of all ranks, and torch.load reads a text 20 times as fast as
-        the tuples.
+        Tuples are stored as strings: every rank loads the states of all ranks, and torch.load
+        reads a string 20 times as fast as a tuple.
         """
         state = generator_state(self.device)
         return self._loaded or {n: repr(v) if isinstance(v, tuple) else v for n, v in state.items()}
@@ -103,7 +103,6 @@ def capture(handler: Any) -> dict[str, Any] | None:
         "skipped": handler.skipped,
         **_identity(handler),
         **{name: getattr(handler.state, name) for name in SAVED},
-        "history": {n: list(map(float, values)) for n, values in handler.history.items()},
         **{n: move(p.state_dict(), CPU) for n, p in handler.optimizer_step.parts().items()},
     }
 
