@@ -46,12 +46,11 @@ def times_on_rank(batch: int, rounds: int) -> dict[str, list[float]]:
     initialize_ddp()
     torch.set_num_threads(1)
     whole = on_rank_0(stepping(make_model(), BATCH))
-    part = on_rank_0(stepping(make_model(), batch))
     independent, ddp = stepping(make_model(), batch), stepping(DDP(make_model()), batch)
-    ways = {
-        ONE: whole,
-        ONE + AGAIN: whole,
-        **({f"one process, a batch of {batch}": part} if batch != BATCH else {}),
+    ways = {ONE: whole, ONE + AGAIN: whole}
+    if batch != BATCH:
+        ways[f"one process, a batch of {batch}"] = on_rank_0(stepping(make_model(), batch))
+    ways |= {
         f"two independent processes, {batch} each": on_all(independent),
         f"two processes with DDP, {batch} each": on_all(ddp),
     }
