@@ -58,9 +58,10 @@ def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
 
 
 def read_server_info(folder, seconds=30):
+    """Return what the server says about itself in its file, which is empty for a moment."""
     deadline = time.monotonic() + seconds
-    while not (texts := [path.read_text() for path in folder.glob("jpserver-*.json")]):
-        assert time.monotonic() < deadline, "there is no file of a server"
+    while not any(texts := [path.read_text() for path in folder.glob("jpserver-*.json")]):
+        assert time.monotonic() < deadline, "no server has written its file"
         time.sleep(0.1)
     return json.loads(texts[0])
 
