@@ -38,6 +38,7 @@ IN_TORCH = {
     "received by PID": "distributed/elastic/multiprocessing/errors/__init__.py",
     "ChildFailedError": "distributed/elastic/multiprocessing/errors/__init__.py",
     "SIGABRT": None,  # also the operating system's
+    "SIGSEGV": None,
     "Connection closed by peer": "lib/libtorch_cpu.so",
     "Timed out waiting": "lib/libtorch_cpu.so",
     "Expected to have finished reduction": "lib/libtorch_cpu.so",
