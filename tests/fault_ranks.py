@@ -115,6 +115,26 @@ class SlowToGo:
         sleep(4)
 
 
+def interrupted_at_once(worker: str) -> None:
+    """Ctrl-C reaches one rank just as it has started the thread that waits for the others.
+
+    The others end while that rank's interpreter is shutting down.
+    """
+    start = threading.Thread.start
+
+    def start_and_raise(thread: threading.Thread) -> None:
+        threading.Thread.start = start  # type: ignore[method-assign]
+        thread.start()
+        raise KeyboardInterrupt
+
+    if int(worker) == RANK:
+        globals()["held"] = SlowToGo()
+        threading.Thread.start = start_and_raise  # type: ignore[method-assign]
+        on_rank(int(worker))(int)()
+    time.sleep(3)
+    os._exit(0)
+
+
 def gives_up(worker: str) -> None:
     """The waiting ranks give up after `max_wait` and do not catch the exception.
 

@@ -6,9 +6,11 @@ import math
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -166,6 +168,23 @@ def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
     finally:
         subprocess.run(["umount", str(tmp_path)], timeout=30, check=True)
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO], ids=["EINVAL", "EIO"])
+def test_only_a_file_system_that_cannot_sync_folders_may_leave_that_out(
+    code, tmp_path, monkeypatch
+):
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError) if code == errno.EIO else nullcontext():
+        checkpoint.write(tmp_path / "a.pt", {"step": 1})
+    assert checkpoint.read(tmp_path / "a.pt")["step"] == 1
 
 
 def test_a_file_above_the_size_limit_is_one_error(tmp_path):

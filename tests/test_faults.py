@@ -136,6 +136,13 @@ def test_ctrl_c_ends_all_ranks_cleanly(world, worker, tmp_path):
 
 
 @pytest.mark.parametrize(("world", "worker"), cross([(2, 0)], EVERY))
+def test_ctrl_c_at_the_start_of_a_wait_ends_the_rank_cleanly(world, worker, tmp_path):
+    with ranks(world, tmp_path, "interrupted_at_once", worker) as started:
+        results = [rank.wait(20) for rank in started]
+    assert results[worker].code == -signal.SIGINT, results[worker]
+
+
+@pytest.mark.parametrize(("world", "worker"), cross([(2, 0)], EVERY))
 def test_a_rank_that_gives_up_waiting_exits_cleanly(world, worker, tmp_path):
     with ranks(world, tmp_path, "gives_up", worker) as started:
         results = [rank.wait() for rank in started]

@@ -289,9 +289,9 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         ),
         (
             {"size": 2, "loader": {"drop_last": True}},
-            "an epoch has no batch of 3 samples",
+            "no batch of 3 samples",
         ),
-        ({"loader": {"sampler": []}}, "an epoch has no batch"),
+        ({"loader": {"sampler": []}}, "no batch of 3 samples"),
         ({"loader": {"collate_fn": lambda samples: (torch.ones(0, 4), torch.ones(0))}}, "no sampl"),
     ],
 )

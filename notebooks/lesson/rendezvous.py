@@ -35,7 +35,7 @@ def draw_rendezvous(runs: Mapping[str, Sequence[Sequence[Event]]]) -> Figure:
 
     The lanes are called processes, not ranks, because two of them may claim the same rank.
     """
-    figure = draw_swimlanes(runs)
+    figure = draw_swimlanes(runs, waits="waits in init_process_group")
     for panel, lanes in zip(figure.axes, runs.values(), strict=False):
         panel.set_yticks(
             range(len(lanes)), [f"process {'AB'[place]}" for place in range(len(lanes))]

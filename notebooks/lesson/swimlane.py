@@ -18,7 +18,6 @@ STYLES: dict[str, dict[str, Any]] = {
     "work": {"facecolor": COMPUTE, "edgecolor": "white"},
     "wait": {"facecolor": WAIT, "edgecolor": "white", "hatch": "///"},
 }
-MEANING = {"work": "works", "wait": "waits in a collective"}
 WIDE = 0.17  # the share of a lane that an event must fill to have room for its label
 
 
@@ -48,8 +47,13 @@ class Lane:
             self.events.append(Event(what, label, begin, time.monotonic(), failed))
 
 
-def draw_swimlanes(runs: Mapping[str, Sequence[Sequence[Event]]]) -> Figure:
-    """Draw one panel per run (title -> events by rank), with one lane per rank."""
+def draw_swimlanes(
+    runs: Mapping[str, Sequence[Sequence[Event]]], waits: str = "waits in a collective"
+) -> Figure:
+    """Draw one panel per run (title -> events by rank), with one lane per rank.
+
+    The legend explains an event "wait" with `waits`.
+    """
     rows = -(-len(runs) // 2)
     size = (9, 1.8 * rows + 0.3)
     figure, panels = plt.subplots(rows, 2, figsize=size, squeeze=False, layout="constrained")
@@ -58,7 +62,8 @@ def draw_swimlanes(runs: Mapping[str, Sequence[Sequence[Event]]]) -> Figure:
     for panel, (title, lanes) in zip(panels.flat, runs.items(), strict=False):
         _draw(panel, lanes)
         panel.set_title(title, fontsize=9, loc="left")
-    keys: list[Artist] = [Patch(label=MEANING[what], **style) for what, style in STYLES.items()]
+    meaning = {"work": "works", "wait": waits}
+    keys: list[Artist] = [Patch(label=meaning[what], **style) for what, style in STYLES.items()]
     keys.append(Line2D([], [], color="black", marker="X", linestyle="", label="raises"))
     figure.legend(handles=keys, loc="outside upper right", ncols=3, fontsize=8, frameon=False)
     return figure

@@ -92,8 +92,7 @@ class Call(AbstractContextManager[Any, None]):
         failure = None if error is None else pack_exception(error)
         mine = Outcome(self.text, failure, {}, self.value)
         outcomes, problems = self._collect(mine)
-        if failure:  # known even if no other rank answers
-            outcomes[self.me] = mine
+        outcomes |= {self.me: mine} if failure else {}  # known even if no other rank answers
         errors: dict[tuple[int, int], BaseException] = {}  # by (priority, rank)
         for rank, outcome in outcomes.items():
             if outcome.failure:
@@ -127,8 +126,10 @@ class Call(AbstractContextManager[Any, None]):
         now = time.monotonic()
         look_at = now + MISMATCH_CHECK_AFTER
         deadline = now + (self.max_wait.total_seconds() if self.max_wait else math.inf)
-        threads = [start_thread(self._ask, rank, mine) for rank in self.executors]
+        threads = [Thread(target=self._ask, args=(r, mine), daemon=True) for r in self.executors]
         try:
+            for thread in threads:  # an interrupt may come as soon as the first one runs
+                thread.start()
             while set(self.executors) - outcomes.keys() - problems.keys() and now < deadline:
                 with suppress(Empty):  # wait briefly: on Windows, Ctrl-C is handled between waits
                     rank, outcome, seen = self.answers.get(timeout=min(deadline - now, 0.2))
@@ -220,8 +221,7 @@ class Call(AbstractContextManager[Any, None]):
         head_size, value_size = SIZES.unpack_from(frame)
         if head_size + value_size > ROOM:
             return receive(head_size), receive(value_size)
-        content = frame[SIZES.size : SIZES.size + head_size + value_size]
-        return content[:head_size], content[head_size:]
+        return frame[SIZES.size :][:head_size], frame[SIZES.size + head_size :][:value_size]
 
     def _wake(self, threads: Sequence[Thread]) -> None:
         """At exit, end the threads of a wait that was given up.

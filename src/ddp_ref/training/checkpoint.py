@@ -1,5 +1,6 @@
 """Checkpoint files: written atomically, checked when read, without DDP's prefixes in names."""
 
+import errno
 import io
 import os
 import re
@@ -49,12 +50,14 @@ def write(path: str | Path, state: Mapping[str, Any]) -> None:
             _save(dict(state), file)
         _check_readable(temporary)
         temporary.replace(path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     folder = os.open(path.parent, os.O_RDONLY)  # only this puts the new name on disk
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # not a file system that cannot sync folders
+            raise
     finally:
         os.close(folder)
 

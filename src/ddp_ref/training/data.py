@@ -192,8 +192,7 @@ class TrainBatches:
         for sampler in (self.loader.sampler, outer, getattr(outer, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(state.epoch)
-        if self.steps_per_epoch is None:  # a sampler's length may change with the epoch
-            check_same(self.handler.info.distributed, batches=length_or_none(self.loader))
+        self._check_lengths()  # again, because a sampler's length may change with the epoch
         if state.samples_seen:
             why = "because only Handler's own sampler can continue in the middle of an epoch"
             warnings.warn(f"epoch {state.epoch + 1} starts again, {why}", stacklevel=2)

@@ -61,10 +61,8 @@ class TrainLoop:
             if state.step % handler.sync_every == 0:
                 self.rank_sync.start(state.sums)
         if not state.samples_seen:
-            advice = "use a smaller batch_size, or leave out drop_last"
-            raise ValueError(
-                f"an epoch has no batch of {batches.loader.batch_size} samples: {advice}"
-            )
+            size = batches.loader.batch_size
+            raise ValueError(f"no batch of {size} samples: lower batch_size or leave out drop_last")
         self._sync()
         self._end_epoch()
 

@@ -67,8 +67,8 @@ class RngState:
         Tuples are stored as strings: every rank loads the states of all ranks, and torch.load
         reads a string 20 times as fast as a tuple.
         """
-        state = generator_state(self.device)
-        return self._loaded or {n: repr(v) if isinstance(v, tuple) else v for n, v in state.items()}
+        state = self._loaded or generator_state(self.device)
+        return {n: repr(v) if isinstance(v, tuple) else v for n, v in state.items()}
 
     def load(self, state: dict[str, Any] | None, step: int) -> None:
         """Load what `state` returned, for `restore`.
@@ -82,10 +82,9 @@ class RngState:
     def restore(self) -> None:
         """Set the generators to the loaded state, at the point where it was taken."""
         if self._loaded is not None:
-            saved = self._loaded.items()
-            state = {n: literal_eval(v) if isinstance(v, str) else v for n, v in saved}
+            state, self._loaded = self._loaded, None
+            state = {n: literal_eval(v) if isinstance(v, str) else v for n, v in state.items()}
             set_generator_state(state, self.device)
-            self._loaded = None
 
 
 def capture(handler: Any) -> dict[str, Any] | None:
