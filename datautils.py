@@ -6,6 +6,7 @@ Files: `read_checkpoint`, `check_fits`, `write_checkpoint`.
 """
 
 import argparse
+import errno
 import math
 import os
 import sys
@@ -189,7 +190,7 @@ def check_fits(path: Path, snapshot: dict[str, Any] | None, model: nn.Module) ->
     if snapshot is None:
         return
     found, own = snapshot["model"], model.state_dict()
-    shapes = {name: value.shape for name, value in own.items()}
+    shapes = {name: getattr(value, "shape", 0) for name, value in own.items()}
     if (
         not isinstance(found, dict)
         or {n: getattr(v, "shape", 0) for n, v in found.items()} != shapes
@@ -205,13 +206,20 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
             torch.save(_on_cpu(content), file)
             file.flush()
             os.fsync(file.fileno())
+        # Fail now, and not on resume, if `content` has something that torch.load rejects.
+        torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         temporary.replace(path.resolve())
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     folder = os.open(temporary.parent, os.O_RDONLY)  # the new name is on disk only after this
-    os.fsync(folder)
-    os.close(folder)
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(folder)
 
 
 def _on_cpu(value: Any) -> Any:

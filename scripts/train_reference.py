@@ -61,8 +61,9 @@ def spawn(nproc, config):
 
     def forward(number, frame):
         """Forward a signal to the ranks, which then save and exit with code 143."""
-        for pid in ranks.pids():
-            os.kill(pid, number)
+        for rank in ranks.processes:
+            if rank.exitcode is None:  # it has not ended yet
+                os.kill(rank.pid, number)
 
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGUSR1, forward)

@@ -1,10 +1,13 @@
 """Bad input is refused with one line, before any training, and no file is lost."""
 
+import errno
 import os
 import re
+import stat
 import sys
 import zipfile
 from pathlib import Path
+from pickle import PickleError
 
 import pytest
 import torch
@@ -171,6 +174,19 @@ def test_a_link_stays_a_link(tmp_path):
     assert link.is_symlink() and datautils.read_checkpoint(real).keys() == {"weight"}
 
 
+def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    datautils.write_checkpoint(tmp_path / "checkpoint.pt", {"weight": torch.ones(2)})
+    assert (tmp_path / "checkpoint.pt").exists()
+
+
 def test_two_runs_in_one_folder_both_save(tmp_path):
     """Each save has a temporary file of its own, so the last one wins and the file is complete."""
     code = """if True:
@@ -200,11 +216,14 @@ def test_no_file_yet(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failing_save_keeps_the_old_file(tmp_path):
+@pytest.mark.parametrize(
+    "value", [lambda: None, Path("a")], ids=["cannot be pickled", "torch.load rejects it"]
+)
+def test_a_failing_save_keeps_the_old_file(tmp_path, value):
     path = tmp_path / "checkpoint.pt"
     datautils.write_checkpoint(path, {"weight": torch.ones(2)})
-    with pytest.raises(AttributeError):
-        datautils.write_checkpoint(path, {"weight": lambda: None})  # cannot be pickled
+    with pytest.raises(PickleError):
+        datautils.write_checkpoint(path, {"weight": value})
     assert torch.equal(torch.load(path, weights_only=True)["weight"], torch.ones(2))
     assert list(tmp_path.iterdir()) == [path]
 

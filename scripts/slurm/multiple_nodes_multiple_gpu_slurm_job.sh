@@ -28,16 +28,22 @@ INTERFACE=                      # such as ib0 or eth0, if NCCL or Gloo choose th
 # ---- You need not edit anything below. --------------------------------------------------------
 
 set -u
+export PYTHONUNBUFFERED=1       # the log shows each line at once
 : "${SLURM_GPUS_ON_NODE:?request GPUs in the header}"
 
 # NCCL sends gradients between GPUs. Gloo sends gradients between CPUs, and also the messages of
-# ddp_ref's on_rank. Both choose an interface by themselves. If a rank announces the wrong one, the others
-# cannot reach it, or they wait until the timeout. NCCL expects the beginnings of names: "=" before
-# a name means exactly that name, and "^" excludes it. Gloo expects exact names and rejects "^".
+# ddp_ref's on_rank. Both choose an interface by themselves. If a rank announces the wrong one, the
+# others cannot reach it, or they wait until the timeout. NCCL expects the beginnings of names: "="
+# before a name means exactly that name, and "^" excludes it. Gloo expects exact names and rejects
+# "^".
 if [ "$INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
 fi
 # export NCCL_DEBUG=INFO        # shows which one NCCL uses
+
+# When torchrun stops, it gives the ranks this many seconds to save. PyTorch before 2.12 ignores it,
+# and gives them 30 seconds.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
 
 stop() {  # Every rank saves and exits. torchrun passes SIGTERM on; SIGUSR1 would kill it.
     trap '' USR1  # once is enough
@@ -48,9 +54,11 @@ stopped=
 trap stop USR1
 
 # --cpus-per-task: since Slurm 22.05, srun does not read it from the header.
-# --kill-on-bad-exit: if one torchrun fails, Slurm ends the others.
+# --kill-on-bad-exit: if one torchrun fails, Slurm ends the others. --wait=0: rank 0 may still test
+# when the others have ended, and some clusters would then end it, too.
 # The quoted lines run on every node. Without quotes, this shell would insert its own values.
-srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 bash -c '
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+    --kill-on-bad-exit=1 --wait=0 bash -c '
     # The torchruns meet at the first node of the step. Each job and step has a different port,
     # below the ports that Linux assigns by itself.
     first=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)

@@ -27,11 +27,13 @@ INTERFACE=                      # such as ib0 or eth0, if NCCL or Gloo choose th
 # ---- You need not edit anything below. --------------------------------------------------------
 
 set -u
+export PYTHONUNBUFFERED=1       # the log shows each line at once
 
 # NCCL sends gradients between GPUs. Gloo sends gradients between CPUs, and also the messages of
-# ddp_ref's on_rank. Both choose an interface by themselves. If a rank announces the wrong one, the others
-# cannot reach it, or they wait until the timeout. NCCL expects the beginnings of names: "=" before
-# a name means exactly that name, and "^" excludes it. Gloo expects exact names and rejects "^".
+# ddp_ref's on_rank. Both choose an interface by themselves. If a rank announces the wrong one, the
+# others cannot reach it, or they wait until the timeout. NCCL expects the beginnings of names: "="
+# before a name means exactly that name, and "^" excludes it. Gloo expects exact names and rejects
+# "^".
 if [ "$INTERFACE" ]; then
     export NCCL_SOCKET_IFNAME="=$INTERFACE" GLOO_SOCKET_IFNAME="$INTERFACE"
 fi
@@ -47,8 +49,10 @@ trap stop USR1
 
 # --cpus-per-task: since Slurm 22.05, srun does not read it from the header.
 # --kill-on-bad-exit: if one rank fails, Slurm ends the others. Otherwise they would wait for it
-# until the timeout. The ranks read rank, world size and rank 0's address from Slurm's variables.
-srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 \
+# until the timeout. --wait=0: rank 0 may still test when the others have ended, and some clusters
+# would then end it, too.
+# The ranks read rank, world size and rank 0's address from Slurm's variables.
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 --wait=0 \
     "$PYTHON" "${TRAIN[@]}" &
 
 # srun runs in the background, because bash handles a signal only while it waits.

@@ -25,7 +25,12 @@ TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # a requeued job keeps its id
 # ---- You need not edit anything below. --------------------------------------------------------
 
 set -u
+export PYTHONUNBUFFERED=1       # the log shows each line at once
 : "${SLURM_GPUS_ON_NODE:?request GPUs in the header}"
+
+# When torchrun stops, it gives the ranks this many seconds to save. PyTorch before 2.12 ignores it,
+# and gives them 30 seconds.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
 
 stop() {  # Every rank saves and exits. torchrun passes SIGTERM on; SIGUSR1 would kill it.
     trap '' USR1  # once is enough
