@@ -29,7 +29,10 @@ def setup():
         dist.init_process_group("gloo")
         return torch.device("cpu")
     if gpus < processes:
-        sys.exit(f"{gpus} GPUs for {processes} processes: start one process per GPU")
+        sys.exit(
+            f"{gpus} GPUs for {processes} processes: start one process per GPU, or "
+            "set CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -69,16 +72,18 @@ def main(epochs=5):
         dist.all_reduce(total)  # until here, it is the sum over this process's shard
         if rank == 0:
             print(f"epoch {epoch} | loss {total.item() / len(sampler) / world_size:.4f}")
-    if rank == 0:  # save once, on the CPU, so that the file loads on any machine
-        torch.save({n: t.cpu() for n, t in model.state_dict().items()}, "minimal.pt")
 
-    # Check that DDP kept the processes in sync: all must hold the same weights.
-    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-    all_weights = [torch.empty_like(weights) for _ in range(world_size)]
-    dist.all_gather(all_weights, weights)
-    assert all(torch.equal(weights, other) for other in all_weights)
+    # Check that DDP kept the processes in sync: all must hold the weights of rank 0.
+    same = torch.ones((), device=device)
+    for weight in model.parameters():
+        weight_of_0 = weight.detach().clone()
+        dist.broadcast(weight_of_0, src=0)
+        same *= torch.equal(weight_of_0, weight)
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    assert same.item() == 1, "the processes hold different weights"
     if rank == 0:
         print(f"all {world_size} processes on {device.type} hold the same weights")
+        torch.save(model.cpu().state_dict(), "minimal.pt")  # the file loads without a GPU, too
     dist.destroy_process_group()
 
 

@@ -171,6 +171,8 @@ def check_gradients_reduced(model: nn.Module) -> None:
     accumulation, check the last step of an epoch above all: its window may be shorter.
     """
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if not any(_gather(len(gradients))):
+        _fail("no rank has a gradient", "call this between backward() and optimizer.step()")
     way_out = (
         "the last forward before a step must be model(x), not model.module(x), outside no_sync"
     )

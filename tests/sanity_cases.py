@@ -220,6 +220,7 @@ def reduced(rank, world, device):
         "through module": after(inner),
         "no_sync": after(lambda model: model, sync=False),
         "rank 0 alone": without_gradients,
+        "before backward": lambda: (network(device),),
     }
 
 

@@ -63,6 +63,7 @@ MISTAKES = {
         "through module": (2, "4 of 4 gradients differ between rank 0 and rank 1"),
         "no_sync": (2, "outside no_sync"),
         "rank 0 alone": (2, "ranks have [0, 4] gradients"),
+        "before backward": (1, "no rank has a gradient"),
     },
 }
 # If there is a GPU for each rank, the ranks use nccl, else gloo.
