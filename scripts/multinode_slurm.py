@@ -25,6 +25,8 @@ NEEDS_NEW_STORE = (
 def adopt_slurm_step(env):
     """Set torchrun's variables from Slurm's, or for one process outside a step of several tasks."""
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:  # SLURM_NTASKS is set outside a step as well
+        if int(env.get("WORLD_SIZE", 1)) > 1:  # each process would train alone
+            sys.exit("error: LOCAL_WORLD_SIZE is not set: start this script with torchrun or srun")
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         env.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # 0: any free port
         return
@@ -174,7 +176,7 @@ def main(args):
 if __name__ == "__main__":
     args = datautils.parse_args(__doc__, checkpoint="snapshot.pt")
     env = os.environ
-    if "RANK" not in env:  # not started by torchrun
+    if "LOCAL_WORLD_SIZE" not in env:  # torchrun sets it; some containers set only the others
         adopt_slurm_step(env)
     shares_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # one store for all attempts
     if shares_store and env["TORCHELASTIC_MAX_RESTARTS"] != "0":

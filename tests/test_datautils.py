@@ -156,6 +156,15 @@ def test_adopt_slurm_step(monkeypatch, slurm_client):
     assert adopt(STEP | {"SLURM_GTIDS": "0,1,2"})["LOCAL_WORLD_SIZE"] == "3"
 
 
+def test_a_launcher_without_local_world_size_is_refused_outside_a_step():
+    """Enroot's hook for PyTorch sets the variables of the ranks, but not this one."""
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    with pytest.raises(SystemExit, match="LOCAL_WORLD_SIZE is not set"):
+        adopt(dict(rank))
+    env = adopt(STEP | rank | {"MASTER_ADDR": "10.0.0.1"})
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("6", "7", "1")
+
+
 def test_adopt_slurm_step_keeps_an_address_that_is_set():
     """Then it needs no scontrol, which containers often lack."""
     own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "PATH": ""}
