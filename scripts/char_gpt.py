@@ -4,10 +4,10 @@ python scripts/char_gpt.py --nproc 2       (takes two minutes on two cores)
 torchrun --standalone --nproc-per-node=2 scripts/char_gpt.py
 srun --nodes=2 --ntasks-per-node=2 --kill-on-bad-exit=1 python scripts/char_gpt.py
 
-If SIGTERM stops a job of torchrun or srun, the ranks first save the current step. (So does SIGUSR1
-under srun, but it kills torchrun.) With --nproc, you keep the checkpoint of the last complete
-epoch. Run the same command again to resume from the newest checkpoint. When all epochs are done,
-the script only generates text.
+If SIGTERM stops a job of torchrun or srun, the ranks first save the current step. (Under srun,
+SIGUSR1 does the same. It would kill torchrun.) With --nproc, you keep the checkpoint of the last
+complete epoch. Run the same command again to resume from the newest checkpoint. When all epochs
+are done, the script only generates text.
 """
 
 import argparse
