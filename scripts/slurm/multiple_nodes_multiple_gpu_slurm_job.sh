@@ -57,8 +57,8 @@ trap stop USR1
 # --kill-on-bad-exit: if one torchrun fails, Slurm ends the others. --wait=0: rank 0 may still test
 # when the others have ended, and some clusters would then end it, too.
 # The quoted lines run on every node. Without quotes, this shell would insert its own values.
-srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
-    --kill-on-bad-exit=1 --wait=0 bash -c '
+srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 \
+    --wait=0 bash -c '
     # The torchruns meet at the first node of the step. Each job and step has a different port,
     # below the ports that Linux assigns by itself.
     first=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1)
