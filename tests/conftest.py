@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import stat
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -99,3 +100,19 @@ def no_leaks():
 def _environment() -> dict[str, str]:
     ignored = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # importing torch sets the second
     return {name: value for name, value in os.environ.items() if name not in ignored}
+
+
+@pytest.fixture
+def fail_folder_sync(monkeypatch):
+    """Return a function that makes every later fsync of a folder fail with an error code."""
+    sync = os.fsync
+
+    def fail_with(code):
+        def fsync(descriptor):
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                raise OSError(code, os.strerror(code))
+            sync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+    return fail_with

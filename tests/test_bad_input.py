@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import stat
 import sys
 import zipfile
 from pathlib import Path
@@ -174,15 +173,8 @@ def test_a_link_stays_a_link(tmp_path):
     assert link.is_symlink() and datautils.read_checkpoint(real).keys() == {"weight"}
 
 
-def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, monkeypatch):
-    sync = os.fsync
-
-    def fsync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, fail_folder_sync):
+    fail_folder_sync(errno.EINVAL)
     datautils.write_checkpoint(tmp_path / "checkpoint.pt", {"weight": torch.ones(2)})
     assert (tmp_path / "checkpoint.pt").exists()
 

@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import signal
-import stat
 import subprocess
 import sys
 import warnings
@@ -172,16 +171,9 @@ def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO], ids=["EINVAL", "EIO"])
 def test_only_a_file_system_that_cannot_sync_folders_may_leave_that_out(
-    code, tmp_path, monkeypatch
+    code, tmp_path, fail_folder_sync
 ):
-    sync = os.fsync
-
-    def fsync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(code, os.strerror(code))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    fail_folder_sync(code)
     with pytest.raises(OSError) if code == errno.EIO else nullcontext():
         checkpoint.write(tmp_path / "a.pt", {"step": 1})
     assert checkpoint.read(tmp_path / "a.pt")["step"] == 1
