@@ -26,7 +26,7 @@ DIFFS = {
     "07": ("multigpu_torchrun.py", "multinode_slurm.py"),
     "14": ("multinode_slurm.py", "train_reference.py"),
 }
-SCRIPTS = {"01": "single_gpu.py", "15": "char_gpt.py"}
+SCRIPTS = {"01": "single_gpu.py", "11": "sanity.py", "15": "char_gpt.py"}
 SCRIPTS |= {number: new for number, (_, new) in DIFFS.items()}
 ON_GPUS = ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14"]
 CARD = ["The question", "Afterwards you can", "You need", "Time"]
@@ -171,8 +171,8 @@ def test_every_hunk_has_a_paragraph_about_it(number):
 
 
 @pytest.mark.parametrize("number", SCRIPTS)
-def test_the_script_is_included_and_run(number):
-    """A chapter shows the whole script at its end, and has a cell that runs the script."""
+def test_the_script_is_included(number):
+    """A chapter shows the whole script at its end."""
     name = chapter(number)
     last = text_of(code_cells(name)[-3:], "code")
     assert f'show_script("{SCRIPTS[number]}")' in last
@@ -184,9 +184,13 @@ def test_the_script_is_included_and_run(number):
     )
     script = (ROOT / "scripts" / SCRIPTS[number]).read_text()
     assert script.rstrip() in shown, "the script has changed: make notebooks"
-    assert re.search(
-        rf'shell\(\s*f?"[^"]*scripts/{SCRIPTS[number]}', text_of(code_cells(name), "code")
-    )
+
+
+@pytest.mark.parametrize("number", [number for number in SCRIPTS if number != "11"])
+def test_the_script_is_run(number):
+    """A cell runs it. Only chapter 11 imports its script, as readers are told to do."""
+    code = text_of(code_cells(chapter(number)), "code")
+    assert re.search(rf'shell\(\s*f?"[^"]*scripts/{SCRIPTS[number]}', code)
 
 
 def test_one_switch_shows_the_gpus_to_the_chapters(monkeypatch):
