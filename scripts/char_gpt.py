@@ -12,7 +12,7 @@ are done, the script only generates text.
 
 import argparse
 import math
-import socket
+import random
 from pydoc_data.topics import topics
 
 import torch
@@ -325,9 +325,7 @@ def main():
     args = parse_args()
     if args.nproc is None:
         return train(None, args, None)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = random.randrange(20_000, 32_768)  # below the ports that Linux assigns by itself
     return mp.spawn(train, args=(args, port), nprocs=args.nproc)
 
 

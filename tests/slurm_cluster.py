@@ -1,5 +1,7 @@
 """Start clusters with local_cluster.sh, and run jobs on them that leave nothing behind."""
 
+import itertools
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from harness import MARK, SCRIPTS, Result, clean_environment, marked, run
 
 LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
 END_OF_HEAD = "# ---- You need not edit anything below."
+NUMBERS = itertools.count(os.getpid())  # so that no two networks are the same
 END_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -20,9 +23,9 @@ class Cluster:
     """A Slurm cluster with its own name and network. It is up inside the `with` block."""
 
     def __init__(self) -> None:
-        number = uuid.uuid4()
-        self.name = f"ddp-{number.hex[:8]}"
-        self.net = f"10.{200 + number.bytes[4] % 50}.{number.bytes[5]}"
+        self.name = f"ddp-{uuid.uuid4().hex[:8]}"
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+        self.net = f"10.{200 + int(worker)}.{next(NUMBERS) % 256}"
         self.state = Path(f"/run/local-cluster-{self.name}")
         self.env = {"SLURM_CONF": str(self.state / "slurm.conf")}
 

@@ -232,13 +232,14 @@ def rank_that_lives(seconds, folder):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "over", "hit"), [(60, False, True), (60, True, False), (0.3, True, False)]
+    ("seconds", "delay", "over", "hit"),
+    [(60, 1, False, True), (60, 1, True, False), (2, 3, True, False)],
 )
-def test_a_fault_hits_only_while_the_training_goes_on(tmp_path, seconds, over, hit):
+def test_a_fault_hits_only_while_the_training_goes_on(tmp_path, seconds, delay, over, hit):
     if over:
         (tmp_path / LAST).touch()
     with rank_that_lives(seconds, tmp_path) as running:
-        assert inject(plan("kill", delay=1), running, tmp_path, tmp_path) is hit
+        assert inject(plan("kill", delay=delay), running, tmp_path, tmp_path) is hit
         wait_until(lambda: len(running.processes()) == 1)  # the shell, which is now a sleep
 
 

@@ -460,7 +460,7 @@ def test_calls_from_two_threads_take_turns(two):
 def test_an_executor_closed_during_a_call_raises_and_can_be_used_again():
     with _executor(1, pass_device=False) as executor:
         executor.run(abs, 1)
-        closing = threading.Timer(0.5, executor.close)
+        closing = threading.Timer(3, executor.close)
         closing.start()
         with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
             executor.run(time.sleep, 1000)

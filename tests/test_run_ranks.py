@@ -19,6 +19,7 @@ from harness import Running, run, without_gloo
 
 from ddp_ref import run_ranks
 from ddp_ref.initialize import initialize_ddp
+from ddp_ref.workers import process
 
 LIMIT = timedelta(minutes=4)  # a test that hangs fails with a TimeoutError that names the ranks
 Point = namedtuple("Point", "x y")
@@ -168,6 +169,7 @@ def test_the_first_failure_is_raised_with_its_type_and_rank(kind, rank, capfd, m
     def work():
         initialize_ddp()
         print("written", end="")
+        dist.barrier()  # both have printed before one fails
         if dist.get_rank() == rank:
             return fault()
         return dist.all_reduce(torch.ones(1))  # breaks when the failing rank is gone
@@ -182,12 +184,14 @@ def test_the_first_failure_is_raised_with_its_type_and_rank(kind, rank, capfd, m
     assert out == "".join(f"[rank {n}] written\n" for n in range(2))
 
 
-def test_the_earliest_failure_wins_not_the_lowest_rank():
+def test_the_earliest_failure_wins_not_the_lowest_rank(monkeypatch):
+    monkeypatch.setattr(process, "FAILURE_WINDOW", 20)  # wait for both, on any machine
+
     def work():
         initialize_ddp()
         dist.barrier()
         rank = dist.get_rank()
-        time.sleep(0.0 if rank == 1 else 0.1)
+        time.sleep(0 if rank == 1 else 1)
         raise ValueError(rank)
 
     with pytest.raises(ValueError) as caught:
@@ -196,6 +200,7 @@ def test_the_earliest_failure_wins_not_the_lowest_rank():
 
 
 def test_an_exception_on_another_rank_is_a_note_on_the_death_of_a_rank(monkeypatch):
+    monkeypatch.setattr(process, "FAILURE_WINDOW", 20)  # wait for both, on any machine
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
 
     def work(threads):

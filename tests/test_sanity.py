@@ -104,4 +104,4 @@ def test_the_file_works_on_its_own(tmp_path):
     (tmp_path / "sanity.py").write_text((SCRIPTS / "sanity.py").read_text())
     code = "import sanity, sys; sanity.check_epochs_differ([0, 1], [1, 0]);"
     code += "sys.exit(bool({'ddp_ref', 'datautils'} & sys.modules.keys()))"
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)

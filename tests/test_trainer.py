@@ -53,7 +53,7 @@ testing:
 early_stopping: {type: "DefaultEarlyStopping", args: [], kwargs: {patience: 5}}
 """
 SCRIPT = """
-import logging, os, socket, sys
+import logging, os, random, sys
 import torch, yaml
 import torch.multiprocessing as mp
 import training_job
@@ -103,9 +103,7 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         launched()
     else:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = str(free.getsockname()[1])
+        port = str(random.randrange(20_000, 32_768))  # below the ports that Linux assigns
         mp.spawn(spawned, (2, read(2), port), nprocs=2, join=True)
 """
 
