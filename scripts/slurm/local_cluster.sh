@@ -3,17 +3,17 @@
 #
 #   sudo scripts/slurm/local_cluster.sh up        start it and say how to use it
 #   sudo scripts/slurm/local_cluster.sh down      end its jobs and leave nothing behind
-#   scripts/slurm/local_cluster.sh status         show its hosts; exit code 1 where it is not up
+#   scripts/slurm/local_cluster.sh status         show its hosts; exit code 1 if it is not up
 #   sudo scripts/slurm/local_cluster.sh on node1 COMMAND...   run a command there, as ssh would
 #
-# Real slurmctld, slurmd and munged, of Debian's packages: sudo apt-get install slurm-wlm munge
-# A host is a network namespace with an address and a name of its own. Files, users and cores are
-# those of the machine: as on a cluster, all hosts see the same home; unlike there, they share the
-# cores, and the GPUs exist for Slurm alone. No systemd and no cgroups are needed, and a Slurm that
-# is already there is not touched: this one has its own network, ports, key and configuration.
+# It runs the real slurmctld, slurmd and munged from Debian: sudo apt-get install slurm-wlm munge
+# A host is a network namespace with its own address and name. The hosts share the machine's files,
+# users and cores, so all of them see the same home directory, as on a cluster. The GPUs exist only
+# in Slurm's configuration. You need no systemd and no cgroups. A Slurm that is already installed is
+# not touched: this cluster has its own network, ports, key and configuration.
 #
-# LOCAL_CLUSTER (ddp) names it, and LOCAL_CLUSTER_NET (10.213.7) is its network: set both, after
-# sudo, for a second one beside the first.
+# LOCAL_CLUSTER is the cluster's name (default: ddp), and LOCAL_CLUSTER_NET is its network (default:
+# 10.213.7). To start a second cluster, set both, after sudo.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin"
 umask 022  # munged refuses a folder that users cannot enter
@@ -78,7 +78,7 @@ up() {
         check_packages
         lock
     fi
-    if is_up; then  # perhaps by now, by another up
+    if is_up; then  # another "up" may have started it meanwhile
         echo "$NAME is already up"
     else
         start
@@ -114,14 +114,14 @@ start() {
     trap - EXIT
 }
 
-explain() {  # what the daemons of a cluster say that does not come up
+explain() {  # show the daemons' logs if the cluster does not come up
     tail --lines=5 "$STATE"/*/log >&2 2> /dev/null || true
 }
 
 make_network() {
-    # A namespace is held by a file in $STATE, not by `ip netns`, which leaves a mount of its own
-    # and hides the cgroup mount, without which slurmd ends. The bridge is in the controller's, so
-    # that the machine's firewall has no say in what the hosts tell each other.
+    # A file in $STATE keeps each namespace alive. `ip netns` would leave a mount behind and hide
+    # the cgroup mount, without which slurmd exits. The bridge is in the controller's namespace, so
+    # that the machine's firewall does not filter the traffic between the hosts.
     local host number=1
     for host in "${HOSTS[@]}"; do
         touch "$STATE/net/$host"
@@ -184,9 +184,9 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 # salloc opens its shell on the first host of the allocation, as most clusters do.
 LaunchParameters=use_interactive_step
-# Seconds between two looks at the queue: a small one can be looked at often.
+# Seconds between two scheduling passes: the queue is short, so they can be frequent.
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
-# A host that is out of reach for 30 s is down, its jobs are requeued; it may come back by itself.
+# If a host does not answer for 30 s, it is down and its jobs are requeued. It may rejoin by itself.
 SlurmdTimeout=30
 ReturnToService=2
 # Seconds between SIGTERM and SIGKILL, and for which scontrol shows a job that has ended.
@@ -255,7 +255,7 @@ down() {
     done
     umount "$STATE" 2> /dev/null || umount --lazy "$STATE" 2> /dev/null || true
     rm -rf "$STATE"
-    echo "$NAME is down; where you have exported it: unset SLURM_CONF"
+    echo "$NAME is down; if you exported SLURM_CONF, run: unset SLURM_CONF"
 }
 
 end_all() {  # send a signal to all processes, again and again for some seconds
@@ -267,7 +267,7 @@ end_all() {  # send a signal to all processes, again and again for some seconds
     done
 }
 
-processes() {  # all that run on one of the hosts, and on the machine what waits for a job of theirs
+processes() {  # everything on the hosts, and the clients (srun, ...) that wait on the machine
     local host
     for host in "${HOSTS[@]}"; do
         find -L /proc/[0-9]*/ns/net -maxdepth 0 -samefile "$STATE/net/$host" 2> /dev/null || true

@@ -41,8 +41,8 @@ if [ "$INTERFACE" ]; then
 fi
 # export NCCL_DEBUG=INFO        # shows which one NCCL uses
 
-# When torchrun stops, it gives the ranks this many seconds to save. PyTorch before 2.12 ignores it,
-# and gives them 30 seconds.
+# When torchrun stops, it gives the ranks this many seconds to save. PyTorch before 2.12 ignores
+# this variable and gives the ranks 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
 
 stop() {  # Every rank saves and exits. torchrun passes SIGTERM on; SIGUSR1 would kill it.

@@ -28,8 +28,8 @@ set -u
 export PYTHONUNBUFFERED=1       # the log shows each line at once
 : "${SLURM_GPUS_ON_NODE:?request GPUs in the header}"
 
-# When torchrun stops, it gives the ranks this many seconds to save. PyTorch before 2.12 ignores it,
-# and gives them 30 seconds.
+# When torchrun stops, it gives the ranks this many seconds to save. PyTorch before 2.12 ignores
+# this variable and gives the ranks 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=100
 
 stop() {  # Every rank saves and exits. torchrun passes SIGTERM on; SIGUSR1 would kill it.
