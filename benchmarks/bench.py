@@ -34,7 +34,7 @@ NAMES = (
 )
 WITH_GPUS = "gpu"  # only if it is named: make gpu-report
 PEERS = "accelerate", "lightning", "ignite"  # what make bench installs
-BUSY = 0.3  # other programs' share of a core from which a warning is due
+BUSY = 0.3  # the load above which we warn that other programs disturb the measurement
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def no_gpus() -> AbstractContextManager[Any]:
-    """Return the context in which what is started sees no GPU, so that figures are comparable."""
+    """Return a context in which started processes see no GPU, so that figures are comparable."""
     return patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""})
 
 
@@ -71,7 +71,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(benchmark: ModuleType, rounds: int | None, page: Path | None) -> None:
-    """Measure, print what was found, and write it into `page`."""
+    """Measure, print the tables, and write them into `page`."""
     name, about = benchmark.__name__, benchmark.__doc__ or ""
     print(f"\n## {name}: {about.strip().splitlines()[0]}\n", flush=True)
     try:

@@ -2,46 +2,53 @@
 
 The model, text and optimizer are those of scripts/char_gpt.py, on two ranks with one thread each on
 the CPU. The hand-written loop clips and schedules as the script does, and looks up a batch at once
-as `Handler` does. The benchmark fails unless both end with the same weights, bit for bit. The two
-processes are started only once, so the intervals do not include launch-to-launch variation.
+as `Handler` does. The benchmark fails unless both end with the same weights, bit for bit. As in
+`steps`, the processes are started several times, and the intervals are bootstrapped over these
+launches.
 """
 
 import runpy
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import torch
-from side_by_side import AGAIN, Row, compare
+from page import ROOT
+from side_by_side import AGAIN, Row, compare, find
 from steps import OURS, RAW, TOLERANCE, check_equal, loader_at_once
 from tables import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
-from turns import Tick, Ticks, steps_of, take_turns
+from turns import Tick, Ticks, in_launches, steps_of, take_turns
 
-from ddp_ref import Handler, initialize_ddp, run_ranks
+from ddp_ref import Handler, initialize_ddp
 
-ROUNDS, RANKS = 300, 2
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "char_gpt.py"
+ROUNDS, RANKS, LAUNCHES = 300, 2, 12
+SCRIPT = ROOT / "scripts" / "char_gpt.py"
 BATCH, BLOCK = {"cpu": 8, "cuda": 64}, 64  # rows of a rank, characters of a row
 
 
 def measure(rounds: int) -> list[Table]:
-    rows = compare(run_ranks(times_on_rank, rounds, nproc=RANKS)[0], RAW)
+    times, part = in_launches(times_on_rank, rounds=rounds, launches=LAUNCHES, nproc=RANKS)
+    rows = compare(times, RAW, part)
     return [Table("a step of the small GPT", rows, speeds(rows, RANKS * BATCH["cpu"]))]
 
 
 def speeds(rows: list[Row], batch: int) -> list[str]:
-    """Return what each way does in a second, with so many rows a step on all ranks."""
-    return [f"{row.name}: {batch * BLOCK / row.seconds:,.0f} characters a second" for row in rows]
+    """Return how fast each loop trains, if a step takes `batch` rows on all ranks together."""
+    base = batch * BLOCK / find(rows, RAW).seconds
+    return [f"{row.name}: {round(base / row.ratio, -2):,.0f} characters a second" for row in rows]
 
 
 def times_on_rank(
-    rounds: int, device: str = "cpu", backend: str = "gloo", check: bool = True
+    rounds: int, device: str = "cpu", backend: str = "gloo", check: bool = True, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Return the seconds of a step, by way and round; with `check`, raise if weights differ."""
+    """Return the seconds of a step, by loop and round; with `check`, raise if weights differ.
+
+    `seed` draws the order in which the models are made, and that of the turns.
+    """
     ranks = initialize_ddp(backend=backend, use_distributed=True).world_size
     char_gpt = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
     text = char_gpt.read_text()
@@ -55,12 +62,13 @@ def times_on_rank(
         return char_gpt.GPT(vocabulary, 4, 4, 64, BLOCK).to(device)
 
     makers = {RAW: by_hand, RAW + AGAIN: by_hand, OURS: with_handler}
-    models = {name: make_model() for name in makers}
-    ways = {name: partial(way, char_gpt, models[name], data) for name, way in makers.items()}
-    times = take_turns(ways, rounds)
+    drawn = Random(seed).sample(list(makers), len(makers))
+    models = {name: make_model() for name in drawn}
+    loops = {name: partial(makers[name], char_gpt, models[name], data) for name in drawn}
+    times = take_turns(loops, rounds, seed)
     if check:
         check_equal(models, make_model(), *TOLERANCE[device])
-    return times
+    return {name: times[name] for name in makers}
 
 
 def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset, tick: Tick) -> None:

@@ -2,11 +2,16 @@
 
 Two ranks run on the CPU. In the gather, each rank has 32 MiB of float32 outputs, in batches of 2
 MiB. The baseline is an all-reduce of a tensor of 64 MiB, and GB/s counts these 64 MiB in every row.
-`Handler` is the gather inside `predict`, without the model: it brings the outputs to rank 0 only,
-in order. The other functions bring them to all ranks, and accelerate's returns them in a different
-order. The evaluation runs a small model over 20,001 items, which two ranks cannot share evenly. Its
+`Handler` is the gather inside `predict`, without the model and the copy that `predict` makes of
+each batch: it brings the outputs to rank 0 only, in order. The other functions bring them to all
+ranks. accelerate's function gathers each batch separately, and returns the outputs in a different
+order.
+
+The evaluation runs a small model over 20,001 items, which two ranks cannot share evenly. Its
 baseline is a hand-written loop over each rank's own items, with one all-reduce at the end. The
-benchmark fails unless all of them give the same outputs, apart from their order, and the same loss.
+gathers of accelerate and `all_gather_object` bring all outputs and targets to both ranks, which
+then compute the loss of all items. The benchmark fails unless all variants give the same outputs,
+apart from their order, and the same loss.
 """
 
 from collections.abc import Callable
@@ -39,7 +44,7 @@ def measure(rounds: int) -> list[Table]:
     reached = goal(target, f"{ours.ratio:.2f} times", ours.at_most(2))
     return [
         Table("the gather of predict", gather, [reached], nbytes=BYTES),
-        Table("validate", evaluation, []),
+        Table("a call of validate", evaluation, []),
     ]
 
 
@@ -51,7 +56,10 @@ def gather_times(rounds: int) -> dict[str, list[float]]:
     every = torch.arange(RANKS * BATCHES * ROWS * COLUMNS, dtype=torch.float32)
     every = every.view(-1, COLUMNS)  # (items, columns)
     parts = list(every[info.rank :: RANKS].contiguous().split(ROWS))
-    reduced = torch.zeros(BYTES // 4)
+
+    def reduce() -> Callable[[], float]:
+        """Return the baseline with a tensor of its own."""
+        return together(timed(partial(dist.all_reduce, torch.zeros(BYTES // 4))))
 
     def ours() -> Any:
         return gather_rows(torch.cat(parts), len(every))
@@ -68,15 +76,14 @@ def gather_times(rounds: int) -> dict[str, list[float]]:
     assert outputs is None if info.rank else torch.equal(outputs, every)
     assert torch.equal(as_objects(), every)
     assert torch.equal(by_accelerate().sort(0).values, every)  # in an order of its own
-    reduce = together(timed(lambda: dist.all_reduce(reduced)))
-    ways = {
-        REDUCE: reduce,
-        REDUCE + AGAIN: reduce,
+    variants = {
+        REDUCE: reduce(),
+        REDUCE + AGAIN: reduce(),
         OURS: together(timed(ours)),
         "accelerate's gather_for_metrics": together(timed(by_accelerate)),
         "all_gather_object": together(timed(as_objects)),
     }
-    return side_by_side(ways, rounds)
+    return side_by_side(variants, rounds)
 
 
 def evaluation_times(rounds: int) -> dict[str, list[float]]:
@@ -95,26 +102,26 @@ def evaluation_times(rounds: int) -> dict[str, list[float]]:
         metrics={"accuracy": accuracy},
     )
     handler.set_val_loader(data, BATCH)
-    own = DataLoader(Subset(data, range(info.rank, ITEMS, RANKS)), BATCH)
+    own = Subset(data, range(info.rank, ITEMS, RANKS))
     sharded = accelerator.prepare(DataLoader(data, BATCH))
 
     def ours() -> tuple[float, float]:
         metrics = handler.validate()
         return metrics["loss"], metrics["accuracy"]
 
-    ways: dict[str, Callable[[], tuple[float, float]]] = {
-        BY_HAND: partial(by_hand, model, own),
+    variants: dict[str, Callable[[], tuple[float, float]]] = {
+        BY_HAND: partial(by_hand, model, DataLoader(own, BATCH)),
+        BY_HAND + AGAIN: partial(by_hand, model, DataLoader(own, BATCH)),
         OURS: ours,
         "accelerate's gather_for_metrics": partial(
             by_gather, model, sharded, accelerator.gather_for_metrics
         ),
-        "all_gather_object": partial(by_objects, model, own),
+        "all_gather_object": partial(by_objects, model, DataLoader(own, BATCH)),
     }
-    expected = torch.tensor(by_hand(model, own))
-    for name, way in ways.items():
-        torch.testing.assert_close(torch.tensor(way()), expected, msg=name)
-    timed_ways = {name: together(timed(way)) for name, way in ways.items()}
-    return side_by_side(timed_ways | {BY_HAND + AGAIN: timed_ways[BY_HAND]}, rounds)
+    results = {name: torch.tensor(evaluate()) for name, evaluate in variants.items()}
+    for name, result in results.items():
+        torch.testing.assert_close(result, results[BY_HAND], msg=name)
+    return side_by_side({n: together(timed(v)) for n, v in variants.items()}, rounds)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:

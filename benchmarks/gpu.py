@@ -31,10 +31,10 @@ def on_gpus(rounds: int, ranks: int, card: str) -> list[Table]:
     device, title = ("cuda", "nccl"), f"{ranks} GPU{'s' * (ranks > 1)}"
     times = run_ranks(steps.times_on_rank, WIDTH, rounds, NAMES, *device, nproc=ranks)[0]
     rows = compare(times, steps.RAW)
-    small = Table(f"a step of five layers, {title}", rows, [*steps.against_raw(rows), card])
+    small = Table(f"a step of five layers, {title}", rows, [steps.against_raw(rows), card])
     run_ranks(finale.times_on_rank, 1, *device, nproc=ranks)  # the weights, after 40 steps
-    found = run_ranks(finale.times_on_rank, rounds, *device, check=False, nproc=ranks)
-    rows = compare(found[0], steps.RAW)
+    times = run_ranks(finale.times_on_rank, rounds, *device, check=False, nproc=ranks)[0]
+    rows = compare(times, steps.RAW)
     speeds = finale.speeds(rows, ranks * finale.BATCH["cuda"])
     return [small, Table(f"a step of char_gpt.py, {title}", rows, [*speeds, card])]
 

@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from page import machine, put_between, require_marks
+from page import BUILD, machine, put_between, require_marks
 from tables import duration, grid
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -43,7 +43,6 @@ from ddp_ref import (
 from ddp_ref.training.loss_and_metrics import RunningSums
 from ddp_ref.training.rank_sync import all_means
 
-BUILD = Path(__file__).resolve().parent.parent / "build"
 RANKS = 2, 4, 8, 16, 32, 64
 PREDICTED = 1_000, 10_000
 ROUNDS, CALLS = 5, 10
@@ -110,7 +109,7 @@ def parse() -> argparse.Namespace:
 def measure(ranks: int) -> Costs:
     """Return the costs of a world, for each the rank that has the most of it."""
     BUILD.mkdir(exist_ok=True)
-    with TemporaryDirectory(dir=BUILD) as folder:  # on the disk; /tmp may be in memory
+    with TemporaryDirectory(dir=BUILD) as folder:
         every = run_ranks(costs_on_rank, folder, free_port(), nproc=ranks)
     for name, lazy in ((OPEN, "0"), (LAZY, "1")):
         with patch.dict(os.environ, {LAZY_INIT: lazy}):
@@ -214,7 +213,9 @@ def tables(worlds: Sequence[Costs]) -> str:
     together = [["time, all ranks on these cores", *head]]
     for name in NAMES:
         cpu = [world.each[name].cpu for world in worlds]
-        later = [duration(cpu_at(n, name, worlds)) if name in POWERS else "" for n in PREDICTED]
+        later = [
+            duration(cpu_at(n, name, worlds), digits=2) if name in POWERS else "" for n in PREDICTED
+        ]
         busiest.append([name, *map(duration, cpu), exponent(worlds, cpu), *later])
         elapsed = [world.each[name].elapsed for world in worlds]
         together.append([name, *map(duration, elapsed), exponent(worlds, elapsed)])

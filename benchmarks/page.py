@@ -8,6 +8,9 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"  # on the disk; /tmp may be in memory
+
 
 def put_between(page: Path, begin: str, end: str, text: str) -> None:
     """Put `text` between the lines `begin` and `end` of `page`, in place of what is there."""
@@ -17,9 +20,9 @@ def put_between(page: Path, begin: str, end: str, text: str) -> None:
 
 def around_marks(page: Path, begin: str, end: str) -> tuple[str, str]:
     """Return the text of `page` up to the line `begin`, and from the line `end` on."""
-    head, found, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, found_end, tail = rest.partition(end)
-    if not found or not found_end:
+    head, has_begin, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, has_end, tail = rest.partition(end)
+    if not has_begin or not has_end:
         raise ValueError(f"{page} lacks the lines {begin} and {end}")
     return head + begin, end + tail
 
@@ -42,7 +45,7 @@ def require_marks(
 
 
 def machine(packages: Sequence[str]) -> str:
-    """Return what it was measured on and when, with the versions of the `packages` there are."""
+    """Return the machine, today's date, and the versions of the installed `packages`."""
     from ddp_ref.environment import available_cores  # mp.spawn's processes load this module
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -53,7 +56,7 @@ def machine(packages: Sequence[str]) -> str:
 
 
 def processor() -> str:
-    """Return the name of the processor, where Linux tells it."""
+    """Return the name of the processor, as Linux gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except FileNotFoundError:
@@ -63,10 +66,10 @@ def processor() -> str:
 
 
 def versions(packages: Sequence[str]) -> list[str]:
-    found = []
+    installed = []
     for name in packages:
         try:
-            found.append(f"{name} {version(name)}")
+            installed.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from page import BUILD
 from side_by_side import AGAIN, compare, find, side_by_side, timed, together
 from tables import Table, goal
 from torch import nn
@@ -25,14 +26,13 @@ from torch.utils.data import TensorDataset
 from ddp_ref import Handler, initialize_ddp, run_ranks
 
 ROUNDS, RANKS = 300, 2
-BUILD = Path(__file__).resolve().parent.parent / "build"
 WIDTH, LAYERS = 2048, 4  # 64 MiB of weights, as much of momentum
 BARE, OURS = "torch.save and fsync", "Handler.save"
 
 
 def measure(rounds: int) -> list[Table]:
     BUILD.mkdir(exist_ok=True)
-    with TemporaryDirectory(dir=BUILD) as folder:  # on the disk; /tmp may be in memory
+    with TemporaryDirectory(dir=BUILD) as folder:
         times, nbytes = run_ranks(times_on_rank, Path(folder), rounds, nproc=RANKS)[0]
     rows = compare(times, BARE)
     ours = find(rows, OURS)
@@ -71,5 +71,5 @@ def times_on_rank(folder: Path, rounds: int) -> tuple[dict[str, list[float]], in
         return seconds
 
     saves = {BARE: bare, BARE + AGAIN: bare, OURS: handler.save}
-    ways = {name: partial(to_a_new_file, save) for name, save in saves.items()}
-    return side_by_side(ways, rounds), max(sizes, default=0)
+    variants = {name: partial(to_a_new_file, save) for name, save in saves.items()}
+    return side_by_side(variants, rounds), max(sizes, default=0)

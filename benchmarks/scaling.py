@@ -27,8 +27,8 @@ ONE = f"one process, a batch of {BATCH}"
 
 def measure(rounds: int) -> list[Table]:
     return [
-        scaling("weak scaling, a step", BATCH, 1.0, rounds),
-        scaling("strong scaling, a step", BATCH // RANKS, 1 / RANKS, rounds),
+        scaling("a step, weak scaling", BATCH, 1.0, rounds),
+        scaling("a step, strong scaling", BATCH // RANKS, 1 / RANKS, rounds),
     ]
 
 
@@ -36,25 +36,24 @@ def scaling(title: str, batch: int, ideal: float, rounds: int) -> Table:
     times = run_ranks(times_on_rank, batch, rounds, nproc=RANKS)[0]
     rows = compare(times, ONE)
     independent, ddp = rows[-2:]
-    found = [f"{row.name}: {ideal / row.ratio:.0%} of the ideal" for row in rows[2:]]
-    found.append(f"DDP reaches {independent.ratio / ddp.ratio:.0%} of two independent processes")
-    return Table(title, rows, found)
+    notes = [f"{row.name}: {ideal / row.ratio:.0%} of the ideal" for row in rows[2:]]
+    notes.append(f"DDP reaches {independent.ratio / ddp.ratio:.0%} of two independent processes")
+    return Table(title, rows, notes)
 
 
 def times_on_rank(batch: int, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of a step of rank 0, by way and round."""
+    """Return the seconds of a step of rank 0, by variant and round."""
     initialize_ddp()
     torch.set_num_threads(1)
-    whole = on_rank_0(stepping(make_model(), BATCH))
     independent, ddp = stepping(make_model(), batch), stepping(DDP(make_model()), batch)
-    ways = {ONE: whole, ONE + AGAIN: whole}
+    variants = {name: on_rank_0(stepping(make_model(), BATCH)) for name in (ONE, ONE + AGAIN)}
     if batch != BATCH:
-        ways[f"one process, a batch of {batch}"] = on_rank_0(stepping(make_model(), batch))
-    ways |= {
+        variants[f"one process, a batch of {batch}"] = on_rank_0(stepping(make_model(), batch))
+    variants |= {
         f"two independent processes, {batch} each": on_all(independent),
         f"two processes with DDP, {batch} each": on_all(ddp),
     }
-    return side_by_side(ways, rounds)
+    return side_by_side(variants, rounds)
 
 
 def make_model() -> nn.Module:
@@ -69,7 +68,7 @@ def make_model() -> nn.Module:
 
 
 def stepping(model: nn.Module, batch: int) -> Callable[[], float]:
-    """Return the way of a training step on a batch of that many samples."""
+    """Return a function that times a training step on a batch of that many samples."""
     inputs, targets = torch.randn(batch, FEATURES), torch.randint(10, (batch,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
@@ -81,20 +80,20 @@ def stepping(model: nn.Module, batch: int) -> Callable[[], float]:
     return timed(step, STEPS)
 
 
-def on_rank_0(way: Callable[[], float]) -> Callable[[], float]:
-    """Return the way that runs on rank 0 while the other rank waits."""
+def on_rank_0(variant: Callable[[], float]) -> Callable[[], float]:
+    """Return a function that calls `variant` on rank 0 while the other rank waits."""
 
     def alone() -> float:
-        seconds = way() if dist.get_rank() == 0 else 0.0
+        seconds = variant() if dist.get_rank() == 0 else 0.0
         dist.barrier()
         return seconds
 
     return alone
 
 
-def on_all(way: Callable[[], float]) -> Callable[[], float]:
-    """Return the way that begins on all ranks at once and takes the mean of their times."""
-    begun = together(way)
+def on_all(variant: Callable[[], float]) -> Callable[[], float]:
+    """Return a function that calls `variant` on all ranks at once and returns their mean time."""
+    begun = together(variant)
 
     def mean() -> float:
         seconds = torch.tensor(begun(), dtype=torch.float64)

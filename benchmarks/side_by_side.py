@@ -1,4 +1,4 @@
-"""Time several ways of doing one thing side by side, and say how sure the ratios are."""
+"""Time several variants of one thing side by side, and estimate how certain the ratios are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ CUT = 0.1  # of the rounds, at either end
 
 @dataclass(frozen=True)
 class Row:
-    """How long one way takes, and its ratio to the base: above 1 is slower."""
+    """How long one variant takes, and its ratio to the base: above 1 is slower."""
 
     name: str
     seconds: float  # the median of the rounds
@@ -29,49 +29,50 @@ class Row:
 
 
 def timed(work: Callable[[], object], calls: int = 1) -> Callable[[], float]:
-    """Return a way: what makes so many `calls` of `work` and returns the seconds of one."""
+    """Return a function that calls `work` `calls` times and returns the seconds per call."""
 
-    def way() -> float:
+    def variant() -> float:
         start = perf_counter()
         for _ in range(calls):
             work()
         return (perf_counter() - start) / calls
 
-    return way
+    return variant
 
 
-def together(way: Callable[[], float]) -> Callable[[], float]:
-    """Return the way that begins on all ranks at once."""
+def together(variant: Callable[[], float]) -> Callable[[], float]:
+    """Return a function that calls `variant` on all ranks at the same time."""
 
     def after_barrier() -> float:
         dist.barrier()
-        return way()
+        return variant()
 
     return after_barrier
 
 
 def side_by_side(
-    ways: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
+    variants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Return the seconds of each way, by round; a round takes all of them, in a random order.
+    """Return the seconds of each variant, by round; a round calls all of them, in a random order.
 
-    What disturbs the machine for longer than a round disturbs all ways alike. The order is the same
-    on all ranks.
+    A disturbance that lasts longer than a round slows all variants alike. The order is the same on
+    all ranks.
     """
     order = Random(0)
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(warm_up + rounds):
-        for name in order.sample(list(ways), len(ways)):
-            seconds = ways[name]()
+        for name in order.sample(list(variants), len(variants)):
+            seconds = variants[name]()
             if number >= warm_up:
                 times[name].append(seconds)
     return times
 
 
 def compare(times: Mapping[str, list[float]], base: str, block: int = 1) -> list[Row]:
-    """Return a row for each way, against `base`.
+    """Return a row for each variant, compared with `base`.
 
-    So many rounds in a row are of one `block`: they share their luck, such as a place in memory.
+    Every `block` consecutive rounds come from the same launch. They share effects such as the
+    memory addresses that a process got.
     """
     bases = np.array(times[base])
     return [
@@ -83,8 +84,8 @@ def compare(times: Mapping[str, list[float]], base: str, block: int = 1) -> list
 def middle(values: np.ndarray, block: int = 1) -> tuple[float, float, float]:
     """Return the middle of the rounds' `values`, and its 95 % interval (a bootstrap of blocks).
 
-    It is the geometric mean without the lowest and the highest tenth: as little moved by a few slow
-    rounds as the median, and surer of the same rounds.
+    It is the geometric mean without the lowest and the highest tenth: as robust as the median
+    against a few slow rounds, but more precise.
     """
     from scipy.stats import trim_mean  # not above: mp.spawn's processes, which are timed, load this
 
@@ -92,8 +93,8 @@ def middle(values: np.ndarray, block: int = 1) -> tuple[float, float, float]:
     blocks = np.log(values).reshape(-1, block)
     samples = drawn.choice(blocks, (RESAMPLES, len(blocks))).reshape(RESAMPLES, -1)
     middles = trim_mean(samples, CUT, axis=1)
-    found = trim_mean(blocks, CUT, None), *np.percentile(middles, [2.5, 97.5])
-    center, low, high = np.exp(found).tolist()
+    interval = np.percentile(middles, [2.5, 97.5])
+    center, low, high = np.exp([trim_mean(blocks, CUT, None), *interval]).tolist()
     return center, low, high
 
 
@@ -110,6 +111,6 @@ def control(rows: Sequence[Row]) -> Row:
 
 
 def spread(rows: Sequence[Row]) -> float:
-    """Return how far from 1 the control's interval reaches: what the machine's noise can do."""
+    """Return how far the control's interval extends from 1: the noise of the machine."""
     row = control(rows)
     return max(abs(row.low - 1), abs(row.high - 1))

@@ -14,15 +14,14 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from page import ROOT
 from side_by_side import AGAIN, compare, middle, side_by_side, timed
 from tables import Table, goal
 
 ROUNDS = 12
-ROOT = Path(__file__).resolve().parent.parent
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 FOLDER = "{folder}"
@@ -36,10 +35,10 @@ MOST_MS = 50
 
 
 def measure(rounds: int) -> list[Table]:
-    jobs = compare(side_by_side(job_ways(), rounds), BARE)
+    jobs = compare(side_by_side(jobs_by_name(), rounds), BARE)
     added: list[float] = []
-    imports = compare(side_by_side(import_ways(added), rounds), TORCH)
-    own, low, high = middle(1000 * np.array(added[-rounds:]))  # without the round to warm up
+    imports = compare(side_by_side(imports_by_name(added), rounds), TORCH)
+    own, low, high = middle(1000 * np.array(added[-rounds:]))  # without the warm-up round
     reached = goal(
         f"{ALL_NAMES} takes at most {MOST_MS} ms, after torch's import",
         f"{own:.0f} ms, {low:.0f} to {high:.0f}",
@@ -48,7 +47,7 @@ def measure(rounds: int) -> list[Table]:
     return [Table("a job", jobs, []), Table("an import", imports, [reached])]
 
 
-def job_ways() -> dict[str, Callable[[], float]]:
+def jobs_by_name() -> dict[str, Callable[[], float]]:
     bare = command(*TORCHRUN, "benchmarks/bare.py")
     return {
         BARE: bare,
@@ -62,8 +61,11 @@ def job_ways() -> dict[str, Callable[[], float]]:
     }
 
 
-def import_ways(added: list[float]) -> dict[str, Callable[[], float]]:
-    """Return the ways. The last one appends the seconds of its second import to `added`."""
+def imports_by_name(added: list[float]) -> dict[str, Callable[[], float]]:
+    """Return functions that time imports.
+
+    The last one also appends the seconds of its second import to `added`.
+    """
 
     def torch() -> float:
         return sum(import_times(TORCH))
@@ -77,14 +79,14 @@ def import_ways(added: list[float]) -> dict[str, Callable[[], float]]:
 
 
 def command(*words: str) -> Callable[[], float]:
-    """Return the way that runs a command to its end, with FOLDER a new one each time."""
+    """Return a function that times a command from start to exit, with a new FOLDER each time."""
 
-    def way() -> float:
+    def variant() -> float:
         with TemporaryDirectory() as folder:
             line = [word.replace(FOLDER, folder) for word in words]
             return timed(partial(output_of, *line))()
 
-    return way
+    return variant
 
 
 def import_times(*imports: str) -> list[float]:

@@ -8,9 +8,8 @@ would shard the data differently. The two models are sized for steps of a few mi
 
 The loops take turns of ten steps in the same two processes. The memory addresses that a process
 gets can make one loop faster and another slower for as long as the process lives. So we start the
-processes twelve times. If the control's interval then still extends more than 2 % from 1, we start
-them up to twelve more times. The intervals are bootstrapped over these launches. Because we stop as
-soon as the control's interval is narrow enough, it may be a little too narrow.
+processes 24 times, and bootstrap the intervals over these launches. With so few launches, the
+intervals may be a little too narrow.
 
 The loops do not all do the same work. `Handler` looks up the samples of a batch in one call. The
 loader that the others use looks them up one by one. So there is also a raw loop, and a Fabric loop,
@@ -30,24 +29,23 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from side_by_side import AGAIN, Row, compare, find, spread
-from tables import Table, goal
+from tables import Table, difference, goal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from turns import Tick, Ticks, steps_of, take_turns
+from turns import Tick, Ticks, in_launches, steps_of, take_turns
 
-from ddp_ref import Handler, initialize_ddp, run_ranks
+from ddp_ref import Handler, initialize_ddp
 
-ROUNDS, RANKS, LAUNCHES = 600, 2, 12
-MOST = 2  # times the launches: more are made until the control is narrow enough, but no more
+ROUNDS, RANKS, LAUNCHES = 720, 2, 24
 BATCH, FEATURES, CLASSES = 32, 16, 10
 TOLERANCE = {"cpu": (0, 0), "cuda": (1e-2, 1e-3)}  # of weights: relative, absolute
 WIDTHS = {"a small step (five layers, 64 wide)": 64, "a larger step (five layers, 384 wide)": 384}
 RAW, AT_ONCE, OURS = "raw DDP", "raw DDP, batches looked up at once", "Handler"
 FABRIC, FABRIC_AT_ONCE = "Lightning Fabric", "Lightning Fabric, batches looked up at once"
-NEAR = 0.02  # of raw DDP's time
-NEAR_OWN_LOADER = {64: 0.05, 384: 0.02}  # by width, of the raw loop's time with the same loader
+MOST_OVERHEAD = 0.02  # of raw DDP's time
+MOST_OVERHEAD_SAME_LOADER = {64: 0.05, 384: 0.02}  # by width
 
 
 def measure(rounds: int) -> list[Table]:
@@ -55,47 +53,51 @@ def measure(rounds: int) -> list[Table]:
 
 
 def measure_size(title: str, width: int, rounds: int) -> Table:
-    """Return the table of `rounds` rounds, and of more while the control is too wide.
-
-    When it stops depends on the control alone, and so does not favour `Handler` or a peer.
-    """
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
-    launches = min(LAUNCHES, rounds)
-    part = -(-rounds // launches)
-    for seed in range(MOST * launches):
-        for name, found in run_ranks(times_on_rank, width, part, seed=seed, nproc=RANKS)[0].items():
-            times[name] += found
-        if seed + 1 >= launches and spread(rows := compare(times, RAW, part)) < NEAR:
-            break
-    taken = f"Measured in {len(times[RAW]) // part} launches of {part:,} rounds each."
-    limit = NEAR_OWN_LOADER[width]
-    return Table(title, rows, [taken, *against_raw(rows), against_own_loader(times, part, limit)])
+    times, part = in_launches(times_on_rank, width, rounds=rounds, launches=LAUNCHES, nproc=RANKS)
+    rows = compare(times, RAW, part)
+    notes = [
+        f"Measured in {len(times[RAW]) // part} launches of {part} rounds each.",
+        against_raw(rows),
+        against_peers(times, part, spread(rows)),
+        *with_same_loader(times, part, MOST_OVERHEAD_SAME_LOADER[width]),
+    ]
+    return Table(title, rows, notes)
 
 
-def against_raw(rows: list[Row]) -> list[str]:
-    """Return whether `Handler` is near enough to raw DDP, and no other library is faster.
-
-    If the noise is as large as the goal, it could hide a miss, so then no goal counts as reached.
-    """
-    noise = spread(rows)
-    quiet = noise < NEAR
-    ours, peers = find(rows, OURS), peers_of(rows)
-    near = f"Handler at most {NEAR:.0%} slower than raw DDP"
-    is_near = ours.at_most(1 + NEAR)
-    goals = [goal(near, interval(ours), None if is_near and not quiet else is_near)]
-    if peers:
-        faster = ", ".join(row.name for row in peers if row.ratio < ours.ratio - noise)
-        target = "no other library with its usual loader faster than Handler by more than the noise"
-        reached = False if faster else True if quiet else None
-        goals.append(goal(target, faster or "none measurably faster", reached))
-    return goals
+def against_raw(rows: Sequence[Row]) -> str:
+    """Return the goal about `Handler` and raw DDP, and whether it is reached."""
+    row = find(rows, OURS)
+    target = f"Handler at most {MOST_OVERHEAD:.0%} slower than raw DDP"
+    return goal(target, interval(row), row.at_most(1 + MOST_OVERHEAD))
 
 
-def against_own_loader(times: Mapping[str, list[float]], part: int, limit: float) -> str:
-    """Return how much longer `Handler` takes than a raw loop that looks up its batches alike."""
-    row = find(compare({name: times[name] for name in (AT_ONCE, OURS)}, AT_ONCE, part), OURS)
+def against_peers(times: Mapping[str, list[float]], part: int, noise: float) -> str:
+    """Return whether a peer with its usual loader is faster than `Handler` by more than `noise`."""
+    verdicts = {row.name: row.at_most(1 - noise) for row in peers_of(compare(times, OURS, part))}
+    faster = ", ".join(name for name, is_faster in verdicts.items() if is_faster)
+    reached = False if faster else None if None in verdicts.values() else True
+    target = "no other library with its usual loader faster than Handler by more than the noise"
+    return goal(target, faster or "none measurably faster", reached)
+
+
+def with_same_loader(times: Mapping[str, list[float]], part: int, limit: float) -> list[str]:
+    """Compare `Handler` and Fabric with the raw loop that, like them, looks up batches at once."""
+    same = {name: times[name] for name in (AT_ONCE, OURS, FABRIC_AT_ONCE)}
+    base, ours, fabric = compare(same, AT_ONCE, part)
     target = f"Handler at most {limit:.0%} slower than {AT_ONCE}"
-    return goal(target, interval(row), row.at_most(1 + limit))
+    added = [f"'{row.name}' {added_time(row, base.seconds)}" for row in (ours, fabric)]
+    handler_or_fabric = find(compare(same, FABRIC_AT_ONCE, part), OURS)
+    return [
+        goal(target, interval(ours), ours.at_most(1 + limit)),
+        f"Added time, compared with '{AT_ONCE}': {'; '.join(added)}.",
+        f"'{OURS}' compared with '{FABRIC_AT_ONCE}': {interval(handler_or_fabric)}.",
+    ]
+
+
+def added_time(row: Row, base: float) -> str:
+    """Return the time that a variant adds to the median `base`, with its interval."""
+    low, high = (difference(ratio, base) for ratio in (row.low, row.high))
+    return f"{difference(row.ratio, base)} ({low} to {high})"
 
 
 def interval(row: Row) -> str:
@@ -103,7 +105,7 @@ def interval(row: Row) -> str:
 
 
 def peers_of(rows: list[Row]) -> list[Row]:
-    """Return the rows of the peers, each with the loader that it would use."""
+    """Return the rows of the peers, each with its usual loader."""
     others = RAW, RAW + AGAIN, AT_ONCE, OURS, FABRIC_AT_ONCE
     return [row for row in rows if row.name not in others]
 
@@ -125,12 +127,12 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_loader(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
-    """Return a loader of this rank's batches, in the order that `Handler` has as well."""
+    """Return a loader of this rank's batches, in the same order as `Handler`'s."""
     return DataLoader(data, batch, sampler=DistributedSampler(data))
 
 
 def loader_at_once(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
-    """Return a loader of the same batches, which are looked up as one, as `Handler` does."""
+    """Return a loader that looks up each of these batches in one call, as `Handler` does."""
     rows = BatchSampler(DistributedSampler(data), batch, drop_last=False)
     return DataLoader(data, batch_size=None, sampler=rows)
 
@@ -168,7 +170,7 @@ def accelerate(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    # The loader is not prepared: it would shard the data its own way, and be another job.
+    # The loader is not prepared, because accelerate would then shard the data differently.
     replica, optimizer = accelerator.prepare(model, make_optimizer(model))
     for inputs, targets in make_loader(data):
         optimizer.zero_grad()
@@ -239,7 +241,7 @@ def ignite(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     made.run(make_loader(data), max_epochs=1)
 
 
-WAYS: dict[str, Callable[[nn.Module, TensorDataset, Tick], None]] = {
+LOOPS: dict[str, Callable[[nn.Module, TensorDataset, Tick], None]] = {
     RAW: raw,
     RAW + AGAIN: raw,
     AT_ONCE: partial(raw, loader_of=loader_at_once),
@@ -255,28 +257,28 @@ WAYS: dict[str, Callable[[nn.Module, TensorDataset, Tick], None]] = {
 def times_on_rank(
     width: int,
     rounds: int,
-    names: Sequence[str] = tuple(WAYS),
+    names: Sequence[str] = tuple(LOOPS),
     device: str = "cpu",
     backend: str = "gloo",
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Return the seconds of a step, by way and round; all weights are equal, or it raises.
+    """Return the seconds of a step, by loop and round; raise unless all weights end equal.
 
-    `seed` draws the order in which the ways are made, and that of the turns.
+    `seed` draws the order in which the models are made, and that of the turns.
     """
     ranks = initialize_ddp(backend=backend, use_distributed=True).world_size
     be_quiet()
     data = make_data(steps_of(rounds), ranks)
     drawn = Random(seed).sample(names, len(names))  # the first may get the best of the memory
     models = {name: make_model(width).to(device) for name in drawn}
-    ways = {name: partial(WAYS[name], models[name], data) for name in drawn}
-    times = take_turns(ways, rounds, seed)
+    loops = {name: partial(LOOPS[name], models[name], data) for name in drawn}
+    times = take_turns(loops, rounds, seed)
     check_equal(models, make_model(width).to(device), *TOLERANCE[device])
     return {name: times[name] for name in names}
 
 
 def be_quiet() -> None:
-    """Leave out what the peers tell of themselves."""
+    """Silence the peers' log messages and warnings."""
     for name in ("lightning.pytorch", "lightning.fabric", "ignite"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")  # about the number of the loader's workers

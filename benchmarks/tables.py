@@ -1,4 +1,4 @@
-"""What a benchmark tells: tables, goals and a figure, on the terminal and in a page."""
+"""How the results of a benchmark are shown: tables, notes and a figure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from side_by_side import AGAIN, Row, control, spread
 if TYPE_CHECKING:  # it is loaded to draw: mp.spawn's processes, which are timed, load this module
     from matplotlib.axes import Axes
 
-PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are told
+PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are printed
 VERDICTS = {True: "reached", False: "missed", None: "too much noise to tell"}
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
 WIDE = 4.0  # times the base: from there on the figure's axis is logarithmic
@@ -19,14 +19,14 @@ WIDE = 4.0  # times the base: from there on the figure's axis is logarithmic
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of what was measured side by side, and which goals they reached.
+    """Variants that were measured side by side, and notes about them, such as goals.
 
-    `nbytes` are those that each way moves, for a column in GB/s.
+    `nbytes` is what each variant moves, for a column in GB/s.
     """
 
     title: str
     rows: Sequence[Row]
-    goals: Sequence[str]
+    notes: Sequence[str]
     nbytes: int | None = None
 
     @property
@@ -41,7 +41,7 @@ def goal(target: str, measured: str, reached: bool | None) -> str:
 
 
 def markdown(table: Table) -> str:
-    """Return the table in Markdown, and its goals."""
+    """Return the table in Markdown, with its notes below."""
     speed = ["GB/s"] if table.nbytes else []
     head = [table.title, "median", *speed, f"ratio to {table.base}", "95 % interval", "difference"]
     base = next(row.seconds for row in table.rows if row.name == table.base)
@@ -50,9 +50,9 @@ def markdown(table: Table) -> str:
         speed = [f"{table.nbytes / row.seconds / 1e9:.2f}"] if table.nbytes else []
         interval = f"{number(row.low)} to {number(row.high)}"
         cells = [row.name, duration(row.seconds), *speed, number(row.ratio), interval]
-        lines.append([*cells, "" if row.name == table.base else difference(row, base)])
+        lines.append([*cells, "" if row.name == table.base else difference(row.ratio, base)])
     noise = f"Noise: {spread(table.rows):.1%} (how far the control's interval extends from 1)."
-    return f"{grid(lines)}\n\n" + "\n".join(f"- {line}" for line in (noise, *table.goals))
+    return f"{grid(lines)}\n\n" + "\n".join(f"- {line}" for line in (noise, *table.notes))
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:
@@ -62,20 +62,20 @@ def grid(rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(ratio: float) -> str:
-    """Return a ratio with as many digits as say something."""
+    """Return a ratio with as many digits as are meaningful."""
     return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.3f}"
 
 
-def duration(seconds: float) -> str:
-    """Return seconds in the unit that suits them."""
-    # 0.9996 ms is written as 1 ms, not as 1e+03 µs.
-    unit, factor = next((u, f) for u, f in UNITS.items() if seconds >= 0.9995 * f or u == "µs")
-    return f"{seconds / factor:.3g} {unit}"
+def duration(seconds: float, digits: int = 3) -> str:
+    """Return seconds in the unit that suits them, with that many significant digits."""
+    rounds_to_1 = 1 - 0.5 / 10**digits  # 0.9996 ms is written as 1 ms, not as 1000 µs
+    unit, factor = next((u, f) for u, f in UNITS.items() if seconds >= rounds_to_1 * f or u == "µs")
+    return f"{float(f'{seconds / factor:.{digits}g}'):g} {unit}"
 
 
-def difference(row: Row, base: float) -> str:
-    """Return how much longer a way takes than the base's median `base`, by its ratio."""
-    seconds = (row.ratio - 1) * base
+def difference(ratio: float, base: float) -> str:
+    """Return how much longer than the base's median `base` a variant with this ratio takes."""
+    seconds = (ratio - 1) * base
     return f"{'-' if seconds < 0 else '+'}{duration(abs(seconds))}"
 
 
@@ -130,7 +130,7 @@ def in_words(tables: Sequence[Table]) -> str:
 
 
 def write_section(page: Path, name: str, about: str, tables: Sequence[Table], rounds: int) -> None:
-    """Put what benchmark `name` has found between its marks in `page`, and draw its figure."""
+    """Put the results of benchmark `name` between its marks in `page`, and draw its figure."""
     figure = Path("figures") / f"benchmark-{name}.svg"
     draw(tables, page.parent / figure)
     image = f"![{in_words(tables)}]({figure.as_posix()})"

@@ -1,6 +1,6 @@
-"""Several ways of training take turns in one process: a few steps each, while the others wait.
+"""Several training loops take turns in the same processes: a few steps each, while others wait.
 
-A step varies much, and in waves: only ways that are taken within the same wave can be compared.
+The time of a step drifts, so only steps taken at about the same time can be compared.
 """
 
 from collections import deque
@@ -9,19 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from threading import Condition
 from time import perf_counter
+from typing import Any
 
 import torch
 
-from ddp_ref import Callback
+from ddp_ref import Callback, run_ranks
 
-GROUP = 10  # steps of a turn: `Handler` has one exchange in them
+GROUP = 10  # steps of a turn, so that each of `Handler`'s turns has one summary over all ranks
 WARM_UP = 3  # turns
-Tick = Callable[[], None]  # what a way calls after each step
+Tick = Callable[[], None]  # a loop calls it after each step
 Training = Callable[[Tick], None]
 
 
 class Abandoned(Exception):
-    """Another way has failed."""
+    """Another loop has failed."""
 
 
 class Ticks(Callback):
@@ -35,19 +36,39 @@ class Ticks(Callback):
 
 
 def steps_of(rounds: int) -> int:
-    """Return the steps that each way must train for."""
+    """Return the number of steps that each loop must train for."""
     return GROUP * (WARM_UP + rounds)
 
 
-def take_turns(ways: Mapping[str, Training], rounds: int, seed: int = 0) -> dict[str, list[float]]:
-    """Return the seconds of a step of each way, by round; a round has a turn of each.
+def in_launches(
+    work: Callable[..., dict[str, list[float]]],
+    *args: Any,
+    rounds: int,
+    launches: int,
+    nproc: int,
+) -> tuple[dict[str, list[float]], int]:
+    """Start the ranks `launches` times; return the seconds by loop, and the rounds per launch.
 
-    Each way is a loop of its own, in a thread; `seed` draws their order. Collective: all ranks
-    call, with the same arguments.
+    `work` gets `args`, the rounds of a launch and a `seed`, which differs from launch to launch.
     """
-    turns = Turns(list(ways), rounds, seed)
-    with ThreadPoolExecutor(len(ways)) as pool:
-        ends = [pool.submit(turns.play, name, way) for name, way in ways.items()]
+    launches = min(launches, rounds)
+    part = -(-rounds // launches)
+    times: dict[str, list[float]] = {}
+    for seed in range(launches):
+        for name, seconds in run_ranks(work, *args, part, seed=seed, nproc=nproc)[0].items():
+            times.setdefault(name, []).extend(seconds)
+    return times, part
+
+
+def take_turns(loops: Mapping[str, Training], rounds: int, seed: int) -> dict[str, list[float]]:
+    """Return the seconds of a step of each loop, by round; a round has a turn of each.
+
+    Each loop runs in a thread of its own; `seed` draws their order. Collective: all ranks call,
+    with the same arguments.
+    """
+    turns = Turns(list(loops), rounds, seed)
+    with ThreadPoolExecutor(len(loops)) as pool:
+        ends = [pool.submit(turns.play, name, loop) for name, loop in loops.items()]
     errors = [error for end in ends if (error := end.exception())]
     for error in sorted(errors, key=lambda error: isinstance(error, Abandoned)):
         raise error
@@ -65,8 +86,8 @@ class Turns:
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.times: dict[str, list[float]] = {name: [] for name in names}
 
-    def play(self, name: str, way: Training) -> None:
-        """Run a way, which waits in each call of what it is given until it has its turn again."""
+    def play(self, name: str, loop: Training) -> None:
+        """Run a loop. After each of its turns, its call of `tick` waits for the next one."""
         torch.set_num_threads(1)  # of this thread
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # of this thread, too
@@ -78,7 +99,7 @@ class Turns:
             if steps % GROUP:
                 return
             if self._gpu is not None:
-                torch.cuda.synchronize()  # what was only asked for is not done
+                torch.cuda.synchronize()  # wait for the kernels that were only launched
             self.times[name].append((perf_counter() - start) / GROUP)
             if steps < self._steps:  # the last turn lasts to the end, which may be collective
                 self._pass_on()
@@ -88,7 +109,7 @@ class Turns:
         try:
             self._wait(name)
             start = perf_counter()
-            way(tick)
+            loop(tick)
             assert steps == self._steps, f"{name} has trained for {steps} steps"
         except BaseException:
             self._failed = True

@@ -31,10 +31,10 @@ def times_on_rank(rounds: int) -> dict[str, list[float]]:
             nothing()
         dist.barrier()
 
-    ways = {
+    variants = {
         BASE: timed(bare, CALLS),
         BASE + AGAIN: timed(bare, CALLS),
         "on_rank(0)": timed(on_rank(0)(nothing), CALLS),
         "on_rank(0, broadcast=True)": timed(on_rank(0, broadcast=True)(nothing), CALLS),
     }
-    return side_by_side(ways, rounds)
+    return side_by_side(variants, rounds)

@@ -1,7 +1,7 @@
 """A call to a running `ParallelExecutor`, compared with starting processes for each call.
 
 Two workers on the CPU call a function that does nothing, and send its result back. The two bare
-pipes show the unavoidable part: they carry as many bytes in each direction as a call does, to
+pipes show the unavoidable part: they carry a message of the function's size in each direction, to
 processes that only wait and answer. accelerate's launcher forks, so its processes do not import
 torch again, as spawned processes do.
 """
@@ -20,7 +20,7 @@ from tables import Table, goal
 from ddp_ref import ParallelExecutor
 from ddp_ref.workers.serialization import dumps
 
-ROUNDS, WORKERS, CALLS, FEW = 30, 2, 100, 10
+ROUNDS, WORKERS, CALLS, MOST_ROUND_TRIPS = 30, 2, 100, 10
 OURS, SPAWN, PIPES = "ParallelExecutor, open", "mp.spawn", "two bare pipes"
 
 
@@ -31,20 +31,24 @@ def measure(rounds: int) -> list[Table]:
     pipes = Pipes(WORKERS, len(dumps("nothing", nothing)))
     with executor, pipes:
         run = timed(lambda: executor.run(nothing), CALLS)
-        ways = {
+        variants = {
             OURS: run,
             OURS + AGAIN: run,
             PIPES: timed(pipes.round_trip, CALLS),
             SPAWN: timed(lambda: mp.spawn(nothing_on_rank, nprocs=WORKERS)),
             "accelerate's notebook_launcher": timed(launch_with_accelerate),
         }
-        times = side_by_side(ways, rounds)
+        times = side_by_side(variants, rounds)
     rows = compare(times, OURS)
     spawn, bare = (find(compare(times, base), OURS) for base in (SPAWN, PIPES))
     faster = f"{find(rows, SPAWN).ratio:,.0f} times"
     goals = [
         goal("at least 100 times faster than mp.spawn", faster, spawn.at_most(1 / 100)),
-        goal(f"at most {FEW} round trips of two pipes", f"{bare.ratio:.1f}", bare.at_most(FEW)),
+        goal(
+            f"at most {MOST_ROUND_TRIPS} round trips of two pipes",
+            f"{bare.ratio:.1f}",
+            bare.at_most(MOST_ROUND_TRIPS),
+        ),
     ]
     return [Table("a call", rows, goals)]
 
@@ -60,7 +64,7 @@ def nothing_on_rank(rank: int) -> int:
 def launch_with_accelerate() -> None:
     from accelerate import notebook_launcher
 
-    with redirect_stdout(io.StringIO()):  # what it starts, and on what
+    with redirect_stdout(io.StringIO()):  # it prints what it starts
         notebook_launcher(nothing, num_processes=WORKERS, use_port="0")
 
 

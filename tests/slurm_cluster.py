@@ -15,7 +15,7 @@ from harness import MARK, SCRIPTS, Result, clean_environment, marked, run
 
 LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
 END_OF_HEAD = "# ---- You need not edit anything below."
-NUMBERS = itertools.count(os.getpid())  # so that no two networks are the same
+NUMBERS = itertools.count(os.getpid())  # no two clusters of a test run share a network
 END_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -25,7 +25,7 @@ class Cluster:
     def __init__(self) -> None:
         self.name = f"ddp-{uuid.uuid4().hex[:8]}"
         worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-        self.net = f"10.{200 + int(worker)}.{next(NUMBERS) % 256}"
+        self.net = f"10.{200 + int(worker) % 13}.{next(NUMBERS) % 256}"
         self.state = Path(f"/run/local-cluster-{self.name}")
         self.env = {"SLURM_CONF": str(self.state / "slurm.conf")}
 

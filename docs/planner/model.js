@@ -53,7 +53,7 @@ const costModel = (() => {
 
   /**
    * When a bucket (from 1) is ready, and when its all-reduce starts and ends.
-   * @returns {[number, number, number]} seconds since the begin of backward
+   * @returns {[number, number, number]} seconds since the start of backward
    */
   const bucket_span = (number, all_reduce, backward, buckets) => {
     const one = all_reduce / buckets, first = backward / buckets;

@@ -89,7 +89,7 @@ def gradient_bytes(parameters: float, bytes_per_number: int = 4) -> float:
 
 
 def ring_steps(world_size: int) -> int:
-    """Return the steps of a ring all-reduce: n - 1 to add up, n - 1 to hand round [ring]."""
+    """Return the steps of a ring all-reduce: n - 1 to add up, n - 1 to share the sums [ring]."""
     return 2 * (world_size - 1)
 
 
@@ -234,7 +234,7 @@ def bucket_span(
         buckets: How many.
 
     Returns:
-        Seconds since the begin of backward: ready, start, end.
+        Seconds since the start of backward: ready, start, end.
     """
     one, first = all_reduce / buckets, backward / buckets
     ready = number * first
@@ -350,7 +350,7 @@ def fit_link(seconds: Mapping[float, float], world_size: int) -> Link:
         The link. Its latency is never negative.
     """
     points = [(bytes_sent(payload, world_size), time) for payload, time in seconds.items()]
-    # Of each point the time divided by itself is 1: solve a / time + b x sent / time = 1.
+    # Divide each equation by its time, so that errors are relative: a / time + b x sent / time = 1.
     ones = [1 / time for _, time in points]
     sent = [amount / time for amount, time in points]
     aa, ab, bb = _dot(ones, ones), _dot(ones, sent), _dot(sent, sent)
