@@ -10,18 +10,17 @@ launches.
 import runpy
 from contextlib import nullcontext
 from functools import partial
-from random import Random
 from types import SimpleNamespace
 
 import torch
 from page import ROOT
 from side_by_side import AGAIN, Row, compare, find
-from steps import OURS, RAW, TOLERANCE, check_equal, loader_at_once
+from steps import OURS, RAW, TOLERANCE, loader_at_once, time_loops
 from tables import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
-from turns import Tick, Ticks, in_launches, steps_of, take_turns
+from turns import Tick, Ticks, in_launches, steps_of
 
 from ddp_ref import Handler, initialize_ddp
 
@@ -45,10 +44,7 @@ def speeds(rows: list[Row], batch: int) -> list[str]:
 def times_on_rank(
     rounds: int, device: str = "cpu", backend: str = "gloo", check: bool = True, seed: int = 0
 ) -> dict[str, list[float]]:
-    """Return the seconds of a step, by loop and round; with `check`, raise if weights differ.
-
-    `seed` draws the order in which the models are made, and that of the turns.
-    """
+    """Return the seconds of a step, by loop and round; with `check`, raise if weights differ."""
     ranks = initialize_ddp(backend=backend, use_distributed=True).world_size
     char_gpt = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
     text = char_gpt.read_text()
@@ -61,14 +57,9 @@ def times_on_rank(
         torch.manual_seed(0)
         return char_gpt.GPT(vocabulary, 4, 4, 64, BLOCK).to(device)
 
-    makers = {RAW: by_hand, RAW + AGAIN: by_hand, OURS: with_handler}
-    drawn = Random(seed).sample(list(makers), len(makers))
-    models = {name: make_model() for name in drawn}
-    loops = {name: partial(makers[name], char_gpt, models[name], data) for name in drawn}
-    times = take_turns(loops, rounds, seed)
-    if check:
-        check_equal(models, make_model(), *TOLERANCE[device])
-    return {name: times[name] for name in makers}
+    raw, ours = partial(by_hand, char_gpt), partial(with_handler, char_gpt)
+    loops = {RAW: raw, RAW + AGAIN: raw, OURS: ours}
+    return time_loops(loops, make_model, data, rounds, seed, TOLERANCE[device] if check else None)
 
 
 def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset, tick: Tick) -> None:

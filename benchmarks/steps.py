@@ -41,6 +41,7 @@ from ddp_ref import Handler, initialize_ddp
 ROUNDS, RANKS, LAUNCHES = 720, 2, 24
 BATCH, FEATURES, CLASSES = 32, 16, 10
 TOLERANCE = {"cpu": (0, 0), "cuda": (1e-2, 1e-3)}  # of weights: relative, absolute
+Loop = Callable[[nn.Module, TensorDataset, Tick], None]
 WIDTHS = {"a small step (five layers, 64 wide)": 64, "a larger step (five layers, 384 wide)": 384}
 RAW, AT_ONCE, OURS = "raw DDP", "raw DDP, batches looked up at once", "Handler"
 FABRIC, FABRIC_AT_ONCE = "Lightning Fabric", "Lightning Fabric, batches looked up at once"
@@ -241,7 +242,7 @@ def ignite(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     made.run(make_loader(data), max_epochs=1)
 
 
-LOOPS: dict[str, Callable[[nn.Module, TensorDataset, Tick], None]] = {
+LOOPS: dict[str, Loop] = {
     RAW: raw,
     RAW + AGAIN: raw,
     AT_ONCE: partial(raw, loader_of=loader_at_once),
@@ -262,19 +263,37 @@ def times_on_rank(
     backend: str = "gloo",
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Return the seconds of a step, by loop and round; raise unless all weights end equal.
-
-    `seed` draws the order in which the models are made, and that of the turns.
-    """
+    """Return the seconds of a step, by loop and round; raise unless all weights end equal."""
     ranks = initialize_ddp(backend=backend, use_distributed=True).world_size
     be_quiet()
     data = make_data(steps_of(rounds), ranks)
-    drawn = Random(seed).sample(names, len(names))  # the first may get the best of the memory
-    models = {name: make_model(width).to(device) for name in drawn}
-    loops = {name: partial(LOOPS[name], models[name], data) for name in drawn}
-    times = take_turns(loops, rounds, seed)
-    check_equal(models, make_model(width).to(device), *TOLERANCE[device])
-    return {name: times[name] for name in names}
+    loops = {name: LOOPS[name] for name in names}
+    return time_loops(
+        loops, lambda: make_model(width).to(device), data, rounds, seed, TOLERANCE[device]
+    )
+
+
+def time_loops(
+    loops: Mapping[str, Loop],
+    make_model: Callable[[], nn.Module],
+    data: TensorDataset,
+    rounds: int,
+    seed: int,
+    tolerance: tuple[float, float] | None,
+) -> dict[str, list[float]]:
+    """Let the loops take turns, each with a model of its own; return seconds by loop and round.
+
+    `seed` draws the order in which the models are made, and that of the turns. With a `tolerance`,
+    raise unless all weights end equal within it.
+    """
+    drawn = Random(seed).sample(list(loops), len(loops))  # the first may get the best of the memory
+    models = {name: make_model() for name in drawn}
+    times = take_turns(
+        {name: partial(loops[name], models[name], data) for name in drawn}, rounds, seed
+    )
+    if tolerance:
+        check_equal(models, make_model(), *tolerance)
+    return {name: times[name] for name in loops}
 
 
 def be_quiet() -> None:
