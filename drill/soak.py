@@ -1,6 +1,6 @@
 """Train scripts/char_gpt.py for an hour with a fault about every two minutes, on two ranks.
 
-.venv/bin/python drill/soak.py --seed 1 [--epochs 300] [--markdown docs/fault-drill.md]
+.venv/bin/python drill/soak.py --seed 1 [--epochs 420] [--markdown docs/fault-drill.md]
 
 There are two runs: one without a fault, and one in which a random fault ends or pauses the job
 again and again. Each time that it ends, the soak starts it again with the same flags, under
@@ -160,7 +160,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--epochs", type=int, default=300, help="of each run (300, an hour)")
+    parser.add_argument("--epochs", type=int, default=420, help="of each run (420, an hour)")
     parser.add_argument("--every", type=float, default=120, help="seconds between faults (120)")
     parser.add_argument(
         "--faults", type=float, default=math.inf, help="later attempts have none (no limit)"
