@@ -1,6 +1,6 @@
 """What a second process gains, and how much of the loss is due to the machine itself.
 
-Weak scaling keeps the batch of each process; strong scaling divides one batch between them. Two
+Weak scaling keeps the batch size per process; strong scaling divides one batch between them. Two
 independent processes show what the machine itself allows, because they too share its memory, cache
 and clock. Each process has one thread. With an ideal second process, a step takes as long as before
 in weak scaling, and half as long in strong scaling. But half a batch takes more than half the time

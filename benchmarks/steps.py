@@ -15,8 +15,8 @@ The loops do not all do the same work. `Handler` looks up the samples of a batch
 loader that the others use looks them up one by one. So there is also a raw loop, and a Fabric loop,
 that look up batches at once: compare `Handler` with that raw loop to see its own overhead.
 `Handler` also records the loss, and all ranks share it every ten steps while the next step runs.
-Lightning's and ignite's loops do what they do by default besides training. Logging, progress bars
-and checkpoints are off.
+Lightning's and ignite's loops also call their hooks and event handlers. Logging, progress bars and
+checkpoints are off.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """A call to a running `ParallelExecutor`, compared with starting processes for each call.
 
 Two workers on the CPU call a function that does nothing, and send its result back. The two bare
-pipes show the unavoidable part: they carry a message of the function's size in each direction, to
-processes that only wait and answer. accelerate's launcher forks, so its processes do not import
-torch again, as spawned processes do.
+pipes show the unavoidable part: each carries a message as large as the pickled function to a
+process that only sends it back. accelerate's launcher forks, so its processes do not import torch
+again, as spawned processes do.
 """
 
 import io

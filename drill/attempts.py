@@ -73,7 +73,8 @@ def run_once(args: argparse.Namespace, folder: Path, number: int, every: float) 
     command = [sys.executable, *job, "--nproc", "2"] if number % 2 else torchrun(2, *job)
     attempt = Attempt(LAUNCHERS[number % 2], max(intact_checkpoints(home), default=""))
     begun = time.monotonic()
-    with Running(*command, cwd=folder) as running:
+    # With a fault handler, a segmentation fault is seen in the output.
+    with Running(*command, cwd=folder, env={"PYTHONFAULTHANDLER": "1"}) as running:
         running.wait_for("epochs are done", DEADLINE)
         check_start(attempt.start, (home / "log.txt").read_text())
         training = time.monotonic()
@@ -83,9 +84,10 @@ def run_once(args: argparse.Namespace, folder: Path, number: int, every: float) 
         chance = Random(f"{args.seed} {number}")
         fault, before = disturb(memory, attempt.faults, home, chance, every)
         injected = time.monotonic()
-        result = running.wait(DEADLINE)
+        running.wait(DEADLINE)
         while running.processes() and time.monotonic() < injected + DEADLINE:
             time.sleep(0.1)  # with --nproc, ranks may live on for seconds after their parent
+        result = running.wait()  # again, because the last ranks may have written more
     # Leaving the `with` block has checked that no process is left.
     if fault and result.code:
         attempt.faults.append(fault)
@@ -108,7 +110,9 @@ def disturb(
         Pauses do not end the job, so they are appended to `pauses`.
     """
     while train(memory, home, every * chance.uniform(0.5, 1.5)):
-        memory.watch(every * chance.uniform(0, 0.1))  # so that a fault falls anywhere in an epoch
+        # So that a fault falls anywhere in an epoch. If the job ends meanwhile, no fault did it.
+        if not memory.watch(every * chance.uniform(0, 0.1)):
+            break
         fault, before = chance.choice(FAULTS), intact_checkpoints(home)
         # The job may have just ended.
         with suppress(psutil.NoSuchProcess, ProcessLookupError, IndexError):

@@ -29,7 +29,7 @@ def outcome_table(rounds: Sequence[RoundResult]) -> str:
 
 def cost_table(rounds: Sequence[RoundResult]) -> str:
     """Return a Markdown table with the median and the maximum of what each fault has cost."""
-    rows = [["fault", "rounds", "job ended after", "training resumed after", "steps lost"]]
+    rows = [["fault", "rounds", "job ended after", "checkpoint loaded after", "steps lost"]]
     for fault in FAULTS:
         hit = [result for result in rounds if result.outcome not in (WRONG, TOO_LATE)]
         costs = [result.cost for result in hit if result.plan.fault == fault]

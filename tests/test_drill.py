@@ -323,7 +323,7 @@ def test_the_costs_are_medians_and_maxima_of_the_rounds_that_passed():
         pause,
     ]
     head, _, *rows = [cells(line) for line in cost_table(rounds).splitlines()]
-    assert head == ["fault", "rounds", "job ended after", "training resumed after", "steps lost"]
+    assert head == ["fault", "rounds", "job ended after", "checkpoint loaded after", "steps lost"]
     assert rows == [
         ["kill", "3", "2.0 / 3.0 s", "5.0 / 9.0 s", "7 / 23"],
         ["pause", "1", "", "", "0 / 0"],

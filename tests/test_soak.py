@@ -22,7 +22,7 @@ SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--batch-size", "6
 RARE = ["--epochs", "30", "--every", "3", "--faults", "2"]
 SIGTERM = "SIGTERM to the launcher"
 SCRIPT = """
-import signal, sys, time
+import ctypes, os, signal, sys, time
 from pathlib import Path
 from ddp_ref.training import checkpoint
 
@@ -44,6 +44,13 @@ if defect == "leaves half a file":
     (home / checkpoint.NAME.format(epochs + 1)).write_bytes(b"PK")
 if defect == "is slow to exit":
     time.sleep(2)
+if defect == "fails":
+    sys.exit(1)
+if defect == "segfaults":
+    ctypes.string_at(0)
+if defect == "has a rank that crashes late" and not os.fork():
+    time.sleep(1)
+    print("terminate called")
 """
 
 
@@ -68,8 +75,9 @@ def attempt(tmp_path, monkeypatch):
     return run_once
 
 
-def save(folder, epoch, weight=0.0):
+def save(folder, epoch, weight=0.0, loss=0.5):
     state = {"epoch": epoch, "step": 10 * epoch, "model": {"weight": torch.tensor(weight)}}
+    state["history"] = {"train_loss": [loss] * epoch}
     checkpoint.write(folder / checkpoint.NAME.format(epoch), state)
 
 
@@ -118,6 +126,18 @@ def test_half_a_checkpoint_is_found(attempt):
         attempt("leaves half a file")
 
 
+@pytest.mark.parametrize("defect", ["segfaults", "has a rank that crashes late"])
+def test_a_crash_is_found(attempt, defect):
+    with pytest.raises(Wrong, match="something has crashed"):
+        attempt(defect)
+
+
+def test_a_job_that_fails_just_before_a_fault_is_found(attempt, monkeypatch):
+    monkeypatch.setattr(attempts, "train", lambda *_: True)  # the next fault is due
+    with pytest.raises(Wrong, match="no fault, but exit code 1"):
+        attempt("fails", epochs=1, every=1000)  # up to 100 s until the fault
+
+
 def test_a_fault_that_ends_the_job_counts(attempt):
     ended = attempt("none", epochs=20, every=0.5)
     assert ended.faults == [SIGTERM] and ended.code == -15 and ended.ended < 10
@@ -135,12 +155,13 @@ def test_a_job_that_ignores_a_fault_is_found(attempt):
 
 
 MEASURED = {"launcher": 0.1, "rank 0": 0.2, "rank 1": 0.3}
+NPROC = "with-faults, --nproc"
 
 
 def runs(folder, growths=MEASURED, trained=700.0):
     """Return two complete runs in `folder`. `growths` are those of the last attempt."""
     whole = attempts.Attempt("torchrun", "", trained=trained, growths=MEASURED)
-    short = attempts.Attempt("torchrun", "", code=1, trained=60, ended=2, faults=["Ctrl-C"])
+    short = attempts.Attempt("--nproc", "", code=1, trained=60, ended=2, faults=["Ctrl-C"])
     last = attempts.Attempt("--nproc", "step_000000001.pt", trained=trained, growths=growths)
     whole.peaks, last.peaks = dict.fromkeys(MEASURED, 8.0), dict.fromkeys(growths, 9.0)
     for name in (soak.FAULT_FREE, soak.WITH_FAULTS):
@@ -159,6 +180,9 @@ def test_both_runs_must_end_after_the_last_epoch_with_the_same_weights(tmp_path)
     save(tmp_path / soak.WITH_FAULTS / "run", 5, weight=1.0)
     (problem,) = soak.problems(args, two)
     assert problem.startswith("the weights at the end, step 50: not equal")
+    save(tmp_path / soak.WITH_FAULTS / "run", 5, loss=0.4)
+    (problem,) = soak.problems(args, two)
+    assert problem.startswith("history at the end: {'train_loss': [0.4, 0.4")
     for name in two:
         (tmp_path / name / "run" / checkpoint.NAME.format(5)).unlink()
         save(tmp_path / name / "run", 4)
@@ -169,9 +193,9 @@ def test_both_runs_must_end_after_the_last_epoch_with_the_same_weights(tmp_path)
 @pytest.mark.parametrize(
     ("growths", "seconds", "expected"),
     [
-        (MEASURED | {"rank 1": 20.5}, 700, ["with-faults: rank 1 grew by 20.5 MiB, more than 20"]),
-        (MEASURED | {"rank 1": None}, 700, ["with-faults: the growth of rank 1 was not measured"]),
-        ({}, 700, [f"with-faults: the growth of {name} was not measured" for name in MEASURED]),
+        (MEASURED | {"rank 1": 5.5}, 700, [f"{NPROC}: rank 1 grew by 5.5 MiB, more than 5"]),
+        (MEASURED | {"rank 1": None}, 700, [f"{NPROC}: rank 1 was not measured for growth"]),
+        ({}, 700, [f"{NPROC}: {name} was not measured for growth" for name in MEASURED]),
         ({}, 60, []),  # the whole run is short
     ],
 )
@@ -186,9 +210,9 @@ def test_the_report_has_each_process_and_says_how_many_attempts_were_measured(tm
     text = soak.report(settings(tmp_path), runs(tmp_path, MEASURED | {"rank 1": None}))
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[-6:]]
     assert rows[3:] == [
-        ["with-faults", "launcher", "1 of 2", "9 MiB", "0.1 MiB"],
-        ["with-faults", "rank 0", "1 of 2", "9 MiB", "0.2 MiB"],
-        ["with-faults", "rank 1", "0 of 2", "9 MiB", ""],
+        ["with-faults", "--nproc", "launcher", "1 of 2", "9 MiB", "0.1 MiB"],
+        ["with-faults", "--nproc", "rank 0", "1 of 2", "9 MiB", "0.2 MiB"],
+        ["with-faults", "--nproc", "rank 1", "0 of 2", "9 MiB", ""],
     ]
 
 
@@ -229,7 +253,7 @@ def test_a_run_with_faults_ends_at_the_same_weights_and_a_difference_is_found(tm
     assert "| torchrun | from scratch" in first and "| --nproc | from step_" in second
     assert all("| SIGTERM to the launcher | exit code " in line for line in (first, second))
     assert "| torchrun | from step_" in last and "| no fault | exit code 0" in last
-    assert "ended at the same weights, bit for bit" in page.read_text()
+    assert "ended at the same weights and history, bit for bit" in page.read_text()
 
     # No attempt is made again, but the results are compared again.
     folder = tmp_path / "runs" / "soak"
@@ -244,7 +268,7 @@ def test_a_run_with_faults_ends_at_the_same_weights_and_a_difference_is_found(tm
     again = run_soak(tmp_path)
     assert again.code == 1 and again.stdout == ""
     growing, weights = again.stderr.splitlines()
-    assert growing == "WRONG: with-faults: rank 1 grew by 20.5 MiB, more than 20"
+    assert growing == "WRONG: with-faults, torchrun: rank 1 grew by 20.5 MiB, more than 5"
     assert weights.startswith("WRONG: the weights at the end, step ") and "not equal" in weights
 
     other = run_soak(tmp_path, seed=0)
