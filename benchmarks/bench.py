@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-from page import machine, require_marks
+from page import machine, require_marks, warn_if_busy
 from tables import PACKAGES, markdown, marks, write_section
 
 NAMES = (
@@ -34,14 +34,12 @@ NAMES = (
 )
 WITH_GPUS = "gpu"  # only if it is named: make gpu-report
 PEERS = "accelerate", "lightning", "ignite"  # what make bench installs
-BUSY = 0.3  # the load above which we warn that other programs disturb the measurement
 
 
 def main() -> None:
     args = parse()
     print(f"on {machine(PACKAGES)}")
-    if (load := os.getloadavg()[0]) > BUSY:
-        print(f"warning: other programs use the CPU (load {load:.1f}), so the ratios may be wrong")
+    warn_if_busy()
     for name in args.names:
         with nullcontext() if name == WITH_GPUS else no_gpus():
             run(importlib.import_module(name), args.rounds, args.markdown)

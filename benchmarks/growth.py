@@ -25,7 +25,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from page import BUILD, machine, put_between, require_marks
+from page import BUILD, machine, put_between, require_marks, warn_if_busy
 from tables import duration, grid
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -82,6 +82,7 @@ class Costs(NamedTuple):
 
 def main() -> None:
     args = parse()
+    warn_if_busy()
     worlds = []
     for ranks in args.ranks:
         worlds.append(measure(ranks))

@@ -1,5 +1,6 @@
 """The drill draws the same rounds from a seed, and finds the rounds that do not end right."""
 
+import json
 import re
 import shutil
 import signal
@@ -45,6 +46,14 @@ def test_the_page_begins_with_what_the_table_says():
     order = ["rounds", WENT_ON, RESUMED, STARTED_OVER]
     order += [outcome for outcome in counts if outcome not in order]  # such as TOO_LATE
     assert re.findall(r"\d+", headline) == [counts[outcome] for outcome in order]
+
+
+def test_the_tables_of_the_page_count_the_saved_rounds():
+    file = ROOT / "drill" / "results.jsonl"
+    rounds = saved.load(file, current=json.loads(file.read_text().splitlines()[0])["version"])
+    page = (ROOT / "docs" / "fault-drill.md").read_text()
+    assert outcome_table(rounds) in page and cost_table(rounds) in page
+    assert report.summary(rounds) in page
 
 
 def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
