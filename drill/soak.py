@@ -54,9 +54,10 @@ FILES = (
     "scripts/char_gpt.py",
     "tests/harness.py",
 )
-# MiB that a process may grow after its first minute. In four more minutes, a rank of 240 MiB grew
-# by 0.4. A leak of 50 bytes in each step of an hour would be above the limit.
-LIMIT = 5
+# MiB that a process may grow after its first minute. A rank of 240 MiB stays within 0.1 for many
+# epochs, and then its heap jumps by up to 8, up or down. A leak of 170 bytes in each step of an
+# hour would be above the limit.
+LIMIT = 20
 TRIAL = 600  # seconds: in a shorter run, every attempt may be too short to measure its growth
 
 Attempts = list[Attempt]

@@ -193,7 +193,7 @@ def test_both_runs_must_end_after_the_last_epoch_with_the_same_weights(tmp_path)
 @pytest.mark.parametrize(
     ("growths", "seconds", "expected"),
     [
-        (MEASURED | {"rank 1": 5.5}, 700, [f"{NPROC}: rank 1 grew by 5.5 MiB, more than 5"]),
+        (MEASURED | {"rank 1": 20.5}, 700, [f"{NPROC}: rank 1 grew by 20.5 MiB, more than 20"]),
         (MEASURED | {"rank 1": None}, 700, [f"{NPROC}: rank 1 was not measured for growth"]),
         ({}, 700, [f"{NPROC}: {name} was not measured for growth" for name in MEASURED]),
         ({}, 60, []),  # the whole run is short
@@ -268,7 +268,7 @@ def test_a_run_with_faults_ends_at_the_same_weights_and_a_difference_is_found(tm
     again = run_soak(tmp_path)
     assert again.code == 1 and again.stdout == ""
     growing, weights = again.stderr.splitlines()
-    assert growing == "WRONG: with-faults, torchrun: rank 1 grew by 20.5 MiB, more than 5"
+    assert growing == "WRONG: with-faults, torchrun: rank 1 grew by 20.5 MiB, more than 20"
     assert weights.startswith("WRONG: the weights at the end, step ") and "not equal" in weights
 
     other = run_soak(tmp_path, seed=0)
