@@ -39,6 +39,11 @@ def stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def work_until(*files: str) -> None:
+    while not all(Path(file).exists() for file in files):
+        time.sleep(0.05)
+
+
 def report(call: Callable[[], object]) -> None:
     """Append the result of the call, or its exception with the notes, to this rank's file."""
     try:
@@ -73,10 +78,10 @@ def dies_among_workers(how: str, worker: str) -> None:
 
 
 def waiter_dies(how: str, worker: str) -> None:
-    """A waiting rank dies or gets a SIGINT."""
+    """A waiting rank dies or gets a SIGINT, a second before the work ends."""
     if (int(worker) + 1) % WORLD == RANK:
         threading.Thread(target=die, args=(how,), daemon=True).start()
-    report(on_rank(int(worker))(lambda: time.sleep(1.5)))
+    report(on_rank(int(worker))(lambda: [work_until("fault_at"), time.sleep(1)]))
 
 
 def dies_between_calls(dying: str) -> None:
@@ -109,10 +114,14 @@ def interrupted(worker: str) -> None:
 
 
 class SlowToGo:
-    """Makes the shutdown of the interpreter take four seconds."""
+    """Creates a file when the interpreter shuts down, which then takes four more seconds."""
 
-    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        sleep(4)
+    def __init__(self) -> None:
+        self.touch, self.sleep = Path(f"going{RANK}").touch, time.sleep
+
+    def __del__(self) -> None:
+        self.touch()
+        self.sleep(4)
 
 
 def interrupted_at_once(worker: str) -> None:
@@ -141,8 +150,9 @@ def gives_up(worker: str) -> None:
     The work ends while their interpreters are shutting down.
     """
     globals()["held"] = SlowToGo()
-    body = lambda: time.sleep(1.5)  # noqa: E731
-    call = on_rank(int(worker), max_wait=timedelta(seconds=0.5))(body)
+    others = {*range(WORLD)} - {int(worker)}
+    limit = timedelta(seconds=30 if int(worker) == RANK else 0.5)
+    call = on_rank(int(worker), max_wait=limit)(lambda: work_until(*map("going{}".format, others)))
     report(call) if int(worker) == RANK else call()
 
 
@@ -158,7 +168,8 @@ def stopped(worker: str) -> None:
 
     The other ranks give up the first call, wait for the second, and fail in the all-reduce.
     """
-    short = on_rank(int(worker), broadcast=True, max_wait=timedelta(seconds=1))
+    limit = timedelta(seconds=30 if int(worker) == RANK else 1)
+    short = on_rank(int(worker), broadcast=True, max_wait=limit)
     report(short(lambda: stop() or "first"))
     report(on_rank(int(worker), broadcast=True)(lambda: stop() or "second"))
     if int(worker) == RANK:

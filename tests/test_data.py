@@ -368,7 +368,7 @@ class Slow:
     def __len__(self): return 1000
     def __getitem__(self, index):
         Path(f"worker-{os.getpid()}").touch()
-        time.sleep(0.05 if index < 30 else 1000)  # at work when the rank dies
+        time.sleep(0.05 if index < 100 else 1000)  # at work when the rank dies
         return index
 
 def init(worker):
@@ -403,7 +403,7 @@ def test_workers_leave_signals_to_their_rank_and_die_with_it(tmp_path):
         signalled = step()
         wait_for(lambda: step() > signalled + 6)  # more than the workers had prefetched
         assert {path.name for path in tmp_path.glob("init-*")} == {"init-0", "init-1"}
-        wait_for(lambda: step() == 29)
+        wait_for(lambda: step() == 99)
         processes = [psutil.Process(worker) for worker in workers()]
         assert len(processes) == 2  # no worker was replaced
         running.process.kill()

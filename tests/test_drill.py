@@ -254,7 +254,7 @@ def test_a_fault_hits_only_while_the_training_goes_on(tmp_path, seconds, delay, 
 
 def test_a_rank_that_is_gone_before_the_training_ends_is_an_error(tmp_path):
     with rank_that_lives(0.3, tmp_path) as running, pytest.raises(psutil.NoSuchProcess):
-        inject(plan("kill", delay=1), running, tmp_path, tmp_path)
+        inject(plan("kill", delay=3), running, tmp_path, tmp_path)
 
 
 def test_a_job_may_ignore_a_fault_only_if_it_came_too_late():

@@ -275,7 +275,7 @@ def test_the_report_is_written_into_the_page(tmp_path):
     page.write_text(PAGE)
     parts = ["Doctor", "Waits", "Ranks", "Speed"]
     command = [sys.executable, ROOT / "benchmarks" / "gpu_report.py", *parts]
-    ended = run(*command, "--page", page, "--rounds=1", cwd=tmp_path)
+    ended = run(*command, "--page", page, "--rounds=1", cwd=tmp_path, timeout=540)
     assert ended.code == 0, ended.stdout + ended.stderr
     text = page.read_text()
     assert (

@@ -212,6 +212,7 @@ LOCAL = """
 import os, time
 import torch.distributed as dist
 from datetime import timedelta
+from pathlib import Path
 from ddp_ref import _outcomes, cleanup_ddp, initialize_ddp, on_rank, rank_first
 
 info = initialize_ddp(timedelta(seconds=60))
@@ -242,9 +243,16 @@ except ValueError as error:
     assert node == 1 and str(error) == "only node 1"
 
 # A node does not wait for the work of another one.
-start = time.monotonic()
-on_rank(0, local=True)(lambda: time.sleep(2 * node))()
-assert (time.monotonic() - start > 1.9) == (node == 1)
+def work_until(file):
+    deadline = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+left = Path("node 0 has left")
+on_rank(0, local=True)(lambda: work_until(left) if node == 1 else None)()
+if node == 0:
+    left.touch()
 
 with rank_first(0, local=True):
     times = time.monotonic()

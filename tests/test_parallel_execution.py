@@ -21,7 +21,7 @@ import torch
 from harness import Running, run
 
 from ddp_ref import ParallelExecutor, collectives, parallel_on_all_devices, parallelize_on_gpus
-from ddp_ref.workers import serialization
+from ddp_ref.workers import process, serialization
 
 Point = namedtuple("Point", "x y")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
@@ -133,6 +133,13 @@ class TwoArguments(Exception):
         super().__init__(f"{one} and {two}")
 
 
+@pytest.fixture
+def wait_for_both(monkeypatch):
+    """Let a worker that fails later than the other one live on, however slow the machine is."""
+    monkeypatch.setattr(process, "FAILURE_WINDOW", 20)
+
+
+@pytest.mark.usefixtures("wait_for_both")
 def test_an_exception_keeps_its_type_and_the_workers_live_on(two):
     class Local(ValueError):
         pass
@@ -160,6 +167,7 @@ def test_an_exception_keeps_its_type_and_the_workers_live_on(two):
     assert _pids(two) == before
 
 
+@pytest.mark.usefixtures("wait_for_both")
 def test_a_result_that_cannot_be_unpickled_names_its_worker(two):
     class Broken:
         def __reduce__(self):
@@ -173,6 +181,7 @@ def test_a_result_that_cannot_be_unpickled_names_its_worker(two):
     assert _pids(two) == before
 
 
+@pytest.mark.usefixtures("wait_for_both")
 def test_an_exception_is_freed_without_the_garbage_collector(two):
     """A reference cycle would keep the results of the other devices in memory."""
 

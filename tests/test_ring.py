@@ -226,19 +226,24 @@ def test_arrow_keys_move_the_player_and_leave_browser_shortcuts_alone(in_chapter
 
 @pytest.mark.site
 def test_it_plays_to_the_end_and_pauses(open_player):
-    html = player_html(played(ring_all_reduce, world_size=2)).replace(
-        "SECONDS_PER_STEP = 2.5", "SECONDS_PER_STEP = 0.2"
-    )
-    player = open_player(None, html=html)
-    play = player.root.get_by_role("button", name="Play")
+    player = open_player(None, html=player_html(played(ring_all_reduce, world_size=2)))
+    clock = player.page.clock
+    clock.install(time=0)
+    clock.pause_at(1)  # from here on, time passes only in run_for
+    play = player.root.locator("button", has_text=re.compile("Play|Pause"))
     play.click()
     assert play.inner_text() == "Pause"
-    player.root.get_by_text("step 2 of 2").wait_for()
+    clock.run_for(2400)  # milliseconds: a step takes 2.5 seconds
+    assert player.step() == "step 0 of 2"
+    clock.run_for(100)
+    assert player.step() == "step 1 of 2"
+    clock.run_for(2500)
+    assert player.step() == "step 2 of 2"
     assert play.inner_text() == "Play"
     play.click()  # again, from the start
     assert player.step() == "step 0 of 2"
     play.click()
-    player.page.wait_for_timeout(500)
+    clock.run_for(10_000)
     assert player.step() == "step 0 of 2"
 
 
