@@ -367,7 +367,7 @@ def check_outputs_of_any_kind_are_split_into_items():
     model = handler._unwrapped
     with torch.no_grad():
         logits = nn.functional.linear(data.inputs, model.weight, model.bias)
-    predicted = handler.predict(data, 2, num_workers=1)
+    predicted = handler.predict(data, 2)
     if handler.rank == 0:
         assert [list(entry) for entry in predicted] == [["logits", "layers"]] * 7
         assert torch.allclose(torch.stack([entry["logits"] for entry in predicted]), logits)

@@ -414,8 +414,9 @@ def check_a_run_resumed_at_any_step_equals_the_uninterrupted_run():
     whole.train(2)
     assert whole.step == 8
     for step in range(9):
-        # Only a few steps use workers: CPython 3.11.7 sometimes hangs in a fork (cpython#112275).
-        for workers in (0, 2) if step in (1, 4) else (0,):
+        # Workers only in one process: in CPython 3.11.7, a fork just after a collective can hang
+        # (cpython#112275). test_data.py checks that a rank's workers draw what the rank would.
+        for workers in (0, 2) if step in (1, 4) and world_size() == 1 else (0,):
             random.seed(step), torch.manual_seed(step)
             handler = resumable(workers)
             handler.load(f"{step}.pt")
