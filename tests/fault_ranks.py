@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from harness import wait_until
 
 from ddp_ref import _outcomes
 from ddp_ref.decorators import on_rank
@@ -37,11 +38,6 @@ def die(how: str) -> None:
 def stop() -> None:
     Path("stopped").touch()
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def work_until(*files: str) -> None:
-    while not all(Path(file).exists() for file in files):
-        time.sleep(0.05)
 
 
 def report(call: Callable[[], object]) -> None:
@@ -81,7 +77,7 @@ def waiter_dies(how: str, worker: str) -> None:
     """A waiting rank dies or gets a SIGINT, a second before the work ends."""
     if (int(worker) + 1) % WORLD == RANK:
         threading.Thread(target=die, args=(how,), daemon=True).start()
-    report(on_rank(int(worker))(lambda: [work_until("fault_at"), time.sleep(1)]))
+    report(on_rank(int(worker))(lambda: [wait_until(Path("fault_at").exists), time.sleep(1)]))
 
 
 def dies_between_calls(dying: str) -> None:
@@ -150,9 +146,10 @@ def gives_up(worker: str) -> None:
     The work ends while their interpreters are shutting down.
     """
     globals()["held"] = SlowToGo()
-    others = {*range(WORLD)} - {int(worker)}
+    going = [Path(f"going{rank}") for rank in range(WORLD) if rank != int(worker)]
+    body = lambda: wait_until(lambda: all(path.exists() for path in going))  # noqa: E731
     limit = timedelta(seconds=30 if int(worker) == RANK else 0.5)
-    call = on_rank(int(worker), max_wait=limit)(lambda: work_until(*map("going{}".format, others)))
+    call = on_rank(int(worker), max_wait=limit)(body)
     report(call) if int(worker) == RANK else call()
 
 

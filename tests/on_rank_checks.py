@@ -487,7 +487,7 @@ def check_max_wait_ends_the_wait_and_late_outcomes_are_not_mixed_up():
     for worker in everyone:
         files = [f"gave_up.{worker}.{rank}" for rank in everyone if rank != worker]
 
-        # The worker waits for the others' answers, too, but no longer than usual.
+        # The worker waits for the others' answers, too, and must not give up so soon.
         @on_rank(worker, broadcast=True, max_wait=None if me == worker else SOON)
         def slow(files=files):
             for file in files:

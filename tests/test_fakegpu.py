@@ -321,15 +321,17 @@ def on_the_page(pattern):
 
 
 def lines_of(rank, log):
-    """Return the set of lines that a rank logs, and that of stacks, which name no rank.
+    """Return the lines that a rank logs, sorted, and the set of those of stacks.
+
+    The lines of stacks name no rank, and two ranks log the same ones.
 
     Times, paths and which rank signaled first are removed, because they differ from run to run.
     """
     text = re.sub(r"E\d{4} [\d:.]+|\d+(?= milliseconds)| from .*/", "", log)
     text = re.sub(r"(?<=timeout from )(this local rank|\s+rank \d)", "", text)
-    lines = {line.rstrip() for line in text.splitlines() if not re.search(SIGNALS, line)}
+    lines = [line.rstrip() for line in text.splitlines() if not re.search(SIGNALS, line)]
     stacks = {line for line in lines if line.startswith("#")}
-    return {line for line in lines if line.startswith(f"[rank{rank}]:[")}, stacks
+    return sorted(line for line in lines if line.startswith(f"[rank{rank}]:[")), stacks
 
 
 @pytest.mark.skipif(GPUS != 4, reason="three ranks: runs with four fake GPUs only")

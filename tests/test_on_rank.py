@@ -253,6 +253,7 @@ left = Path("node 0 has left")
 on_rank(0, local=True)(lambda: work_until(left) if node == 1 else None)()
 if node == 0:
     left.touch()
+assert left.exists()  # so every rank of node 1 has waited for its node's work
 
 with rank_first(0, local=True):
     times = time.monotonic()

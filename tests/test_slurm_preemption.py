@@ -174,7 +174,7 @@ def test_multinode_slurm_resumes_from_the_last_epoch(cluster, tmp_path):
         fields = job.wait_until("COMPLETED", "FAILED")
         assert fields["ExitCode"] == "0:0" and fields["Restarts"] == "2", job.text()
         done = [int(number) for number in re.findall(rf"(\d+) of {epochs} epochs", job.text())]
-        assert done[0] == 0 and 3 <= done[1] < done[2] < epochs, done
+        assert done[0] == 0 and 3 <= done[1] <= done[2] - 2 and done[2] < epochs, done
     assert_same(weights(tmp_path), weights(tmp_path / "unbroken"))
 
 
