@@ -205,7 +205,7 @@ def _require_equal(what: str, tensors: dict[str, Tensor], way_out: str) -> None:
         _fail(f"ranks have {numbers} {what}s, with different names, shapes or dtypes", way_out)
     different = []
     for name, tensor in tensors.items():
-        own = tensor.detach().contiguous().flatten().view(torch.uint8)
+        own = tensor.detach().to_dense().contiguous().flatten().view(torch.uint8)
         rank_0 = own.clone()
         if len(layouts) > 1:
             dist.broadcast(rank_0, src=0)

@@ -523,7 +523,9 @@ def check_a_device_other_than_the_groups_is_refused():
             pytest.MonkeyPatch.context() as patch,
             pytest.raises(ValueError, match=r"device=meta, but rank . of the open group uses cpu"),
         ):
-            patch.setattr("ddp_ref.handler._resolve_device", torch.device)
+            patch.setattr(
+                "ddp_ref.handler._resolve_device", lambda device, **_: torch.device(device)
+            )
             job(device="meta")
     assert job(device="cpu").device == torch.device("cpu")
 

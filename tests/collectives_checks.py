@@ -368,6 +368,15 @@ def check_a_rank_without_a_tensor_is_none_in_the_list():
     assert gather_tensors(None, to_all=True) == [None] * world
 
 
+def check_a_sparse_tensor_is_an_error_on_all_ranks():
+    last, sparse = dist.get_world_size() - 1, torch.eye(2).to_sparse()
+    own = sparse if dist.get_rank() == last else None
+    error = str(raised(ValueError, gather_tensors, own))
+    assert error.startswith(f"rank {last} passed a torch.sparse_coo tensor: pass its .to_dense()")
+    parts = gather_objects(sparse, to_all=True)  # as the error advises
+    assert all(torch.equal(part.to_dense(), torch.eye(2)) for part in parts)
+
+
 def check_interleaved_rows_are_gathered_in_order():
     me, world = dist.get_rank(), dist.get_world_size()
     for shape in [(), (3,), (2, 0), (2, 200_000)]:  # the last one has large rows

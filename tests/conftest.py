@@ -19,11 +19,14 @@ settings.register_profile("busy", deadline=None)  # an example may wait for a co
 settings.load_profile("busy")
 
 
-def pytest_configure():
-    """Handle SIGINT again if it is ignored, as it is in a background job of a shell.
+def pytest_configure(config):
+    """Set what the processes that the tests start inherit: no GPUs, and that they react to Ctrl-C.
 
-    The processes that the tests start inherit this setting, and they must react to Ctrl-C.
+    The tests say what happens on the CPU, except those that `-m gpu` selects. SIGINT is ignored in
+    a background job of a shell.
     """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -217,8 +217,14 @@ def reduced(rank, world, device):
             F.cross_entropy(inner(model)(inputs), labels).backward()
         return (model,)
 
+    def sparse():
+        table = nn.Embedding(3, 2, sparse=True)
+        table(torch.tensor([1, 1])).sum().backward()
+        return (table,)
+
     return {
         "": after(lambda model: model),
+        **({"sparse": sparse} if device.type == "cpu" else {}),  # NCCL sends no sparse tensors
         "through module": after(inner),
         "no_sync": after(lambda model: model, sync=False),
         "rank 0 alone": without_gradients,

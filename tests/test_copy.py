@@ -231,13 +231,13 @@ def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
 
 
 BUDGETS = {  # lines of code without docstrings and comments: at most a tenth more than designed
-    "core": ([f"{name}.py" for name in CORE], 1045),
+    "core": ([f"{name}.py" for name in CORE], 1075),
     "workers": (["workers/*.py"], 385),
     "doctor": (["doctor.py"], 198),
     "handler": (["handler.py"], 245),
     "training": (["training/*.py"], 1540),
     "config": (["config/*.py"], 440),
-    "package": (["**/*.py"], 3850),
+    "package": (["**/*.py"], 3900),
 }
 
 

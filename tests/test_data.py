@@ -3,6 +3,7 @@
 Loaders draw the same random numbers in any process and at any world size.
 """
 
+import gc
 import os
 import random
 import signal
@@ -451,6 +452,26 @@ def test_leftover_workers_do_not_keep_their_rank_from_exiting(tmp_path, how, sta
         assert ended.code == {"failing": 1, "persistent": 0, "deaf": 143}[how], ended.stderr
     assert ("KeyError" in ended.stderr) == (how == "failing")
     assert "killed by signal" not in ended.stderr
+
+
+class Late(list):
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def test_an_iterator_in_a_reference_cycle_ends_without_an_error(monkeypatch):
+    """Its workers leave by themselves. If they were killed, torch would complain in __del__."""
+    errors = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    loader = train_loader(Late([1.0] * 200), 2, rank=0, world_size=1, num_workers=2)
+    for _ in range(3):  # now and then, torch does not notice a killed worker
+        cycle = [iter(loader)]
+        cycle.append(cycle)
+        next(cycle[0])
+        del cycle
+        gc.collect()
+    assert errors == []
 
 
 class Draws:

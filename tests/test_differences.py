@@ -1,6 +1,7 @@
 """What the guides and the tutorial do where we differ, and that our pages name real tests."""
 
 import ast
+import inspect
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+import datautils
 import ddp_ref
 import ddp_ref.initialize
 from ddp_ref import run_ranks
@@ -24,7 +26,6 @@ DOCS = ROOT / "docs"
 PAGE = (DOCS / "tutorial-mistakes.md").read_text() + (DOCS / "differences.md").read_text()
 ALONE = {"rank": 0, "world_size": 1}
 LIMIT = timedelta(minutes=4)
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 
 def test_cross_entropy_on_one_logit_learns_nothing():
@@ -47,7 +48,6 @@ def test_spawning_no_process_is_a_success(tmp_path):
     assert (result.code, result.stdout) == (0, "")
 
 
-@no_gpu
 @pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
 def test_nccl_needs_a_gpu():
     with pytest.raises((RuntimeError, ValueError), match="NCCL"):
@@ -93,7 +93,6 @@ def test_device_ids_are_for_gpus():
     dist.destroy_process_group()
 
 
-@no_gpu
 def test_pinned_memory_without_a_gpu_is_a_warning():
     with pytest.warns(UserWarning, match="'pin_memory' argument is set as true but no accelerator"):
         (batch,) = DataLoader(range(2), 2, pin_memory=True)
@@ -243,17 +242,21 @@ def test_the_guides_call_fails_in_plain_python():
         double(torch.ones(1), device="cpu")
 
 
-# Names from the guides that exist here, and then those that have another name here, which the
-# page lists.
-NAMES = {
-    ddp_ref: "initialize_ddp cleanup_ddp on_rank parallelize_on_gpus parallel_on_all_devices"
-    " ParallelExecutor TrainerDDP get_loader",
-    ddp_ref.initialize: "initialize_ddp _should_use_distributed _is_env_distributed"
-    " _resolve_device _initialize_distributed _pick_device _first_host_from_slurm_nodelist",
-    ddp_ref.ParallelExecutor: "run",
-    ddp_ref.Handler: "set_train_loader set_val_loader save load sample log_likelihood predict"
-    " plot_losses plot_metrics train_losses",
-    ddp_ref.TrainerDDP: "prepare_dataloaders run_training run_test",
+# What the guides call with which parameters. Other names and parameters stand on the page.
+SIGNATURES = {
+    ddp_ref: "initialize_ddp(timeout) initialize_ddp(rank,master_addr,master_port,backend)"
+    " cleanup_ddp() on_rank(rank,barrier) parallelize_on_gpus(num_gpus,pass_device)"
+    " parallel_on_all_devices(func) ParallelExecutor(num_gpus,pass_device)"
+    " Handler(use_distributed) TrainerDDP(rank,config) get_loader() setup_logging(rank)",
+    ddp_ref.initialize: "initialize_ddp(timeout) _should_use_distributed(use_distributed_flag)"
+    " _is_env_distributed() _resolve_device(device) _initialize_distributed(timeout)"
+    " _pick_device(local_rank) _first_host_from_slurm_nodelist(nodelist)",
+    ddp_ref.ParallelExecutor: "run(func,args,kwargs)",
+    ddp_ref.Handler: "set_train_loader(batch_size) set_val_loader(batch_size) save() load()"
+    " sample() log_likelihood() predict() plot_losses() plot_metrics()",
+    ddp_ref.TrainerDDP: "prepare_dataloaders() run_training(train_loader,val_loader)"
+    " run_test(test_loader)",
+    datautils: "MyTrainDataset(size)",
 }
 OTHERS = (
     "`nn_handler.utils.ddp` `.ddp_init` `.ddp_decorators` `QuantumGrav.train_ddp` `NNHandler`"
@@ -261,9 +264,13 @@ OTHERS = (
 )
 
 
-def test_the_guides_names_exist_here_or_are_on_the_page():
-    for owner, names in NAMES.items():
-        assert [name for name in names.split() if not hasattr(owner, name)] == [], owner
+def test_the_guides_names_and_parameters_exist_here_or_are_on_the_page():
+    for owner, signatures in SIGNATURES.items():
+        for name, given in re.findall(r"(\w+)\(([\w,]*)\)", signatures):
+            own = inspect.signature(getattr(owner, name)).parameters
+            wanted = given.split(",") if given else []
+            assert [parameter for parameter in own if parameter in wanted] == wanted, name
+    assert ddp_ref.Handler.train_losses
     assert [name for name in OTHERS.split() if name not in PAGE] == []
 
 

@@ -89,6 +89,32 @@ def test_one_process(environ):
     assert ("Slurm" in info.reason) == ("SLURM_JOB_ID" in environ)
 
 
+MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=4"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"} | MASTER, "PMI_SIZE=2"),
+        ({"MV2_COMM_WORLD_SIZE": "2"} | BATCH, "MV2_COMM_WORLD_SIZE=2"),
+        (STEP | {"OMPI_COMM_WORLD_SIZE": "6"}, "OMPI_COMM_WORLD_SIZE=6"),  # its daemons are tasks
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID=1"),
+        (BATCH | MASTER | {"SLURM_PROCID": "2"}, "SLURM_PROCID=2"),
+    ],
+)
+def test_one_of_several_processes_does_not_run_alone(environ, name):
+    with pytest.raises(ValueError, match=f"^{name}: this is one of several processes[^\n]*$"):
+        detect_launch(environ)
+    assert detect_launch(environ, rank=0, world_size=2, master_addr="n1", master_port=1).rank == 0
+    assert detect_launch(environ | TORCHRUN).launcher == "torchrun"
+
+
+def test_a_single_process_of_mpirun_and_the_pmi_of_srun_are_fine():
+    assert detect_launch({"OMPI_COMM_WORLD_SIZE": "1"}).launcher == "none"
+    assert detect_launch(STEP | {"PMI_SIZE": "3", "PMI_RANK": "2"}).launcher == "slurm"
+
+
 def test_precedence_of_the_launchers():
     assert detect_launch(STEP | TORCHRUN).launcher == "torchrun"  # srun torchrun
     chosen = detect_launch(STEP | TORCHRUN, rank=3, world_size=7)

@@ -1,4 +1,4 @@
-"""GPU tests: `pytest -m gpu` runs them on real GPUs, `make test-fakegpu` on fake ones."""
+"""GPU tests: `make gpu-report` runs them on real GPUs, `make test-fakegpu` on fake ones."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from ddp_ref import (
 GPUS = torch.cuda.device_count()
 if GPUS == 0:
     pytest.skip(
-        "no CUDA device is visible: make test-fakegpu runs these on fake GPUs",
+        "no CUDA device is visible; without -m gpu, pytest hides them",
         allow_module_level=True,
     )
 

@@ -221,6 +221,29 @@ def test_signals_are_caught_only_during_training(caplog):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+def test_weights_that_handler_did_not_save(tmp_path, caplog):
+    """A state dict, also of a model in DDP, and a snapshot, also one without the optimizer."""
+    caplog.set_level("INFO")
+    trained = job()
+    trained.train(1)
+    plain, optimizer = trained.model.state_dict(), trained.optimizer.state_dict()
+    wrapped = {f"module.{name}": value for name, value in plain.items()}
+    snapshot = {"model": wrapped, "optimizer": optimizer, "epochs_run": 1}
+    for content in (plain, wrapped, {"model": plain}, snapshot):
+        torch.save(content, tmp_path / "a.pt")
+        handler = job()
+        handler.load(tmp_path / "a.pt")
+        assert torch.equal(flat(handler.model), flat(trained.model)) and handler.epoch == 0
+        has_optimizer = "optimizer" in content
+        assert (len(handler.optimizer.state) > 0) == has_optimizer
+        taken = "weights and optimizer" if has_optimizer else "weights"
+        assert caplog.messages[-2].endswith(f"is not from Handler.save: taking its {taken} only")
+        handler.train(1)
+    torch.save({"epochs_run": 1}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"a\.pt has no weights, only epochs_run: load what"):
+        handler.load(tmp_path / "a.pt")
+
+
 def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog):
     caplog.set_level("INFO")
     handler = job()

@@ -47,7 +47,6 @@ CPU = torch.device("cpu")
 ALONE = DistInfo(False, 0, 0, 1, CPU)
 SHORT = timedelta(seconds=1)
 HOST = "127.0.0.1"
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 
 COMMON = '''
 import json, os, signal, sys, time
@@ -133,14 +132,13 @@ for slow in reversed(range(world_size)):
 
 # "nccl" without GPUs is the same error everywhere, and the next call works.
 cleanup_ddp()
-if not torch.cuda.is_available():
-    try:
-        initialize_ddp(backend="nccl")
-    except RuntimeError as error:
-        assert f"0 GPUs for {world_size} ranks" in str(error), error
-    else:
-        raise AssertionError("nccl on CPUs")
-    assert not dist.is_initialized()
+try:
+    initialize_ddp(backend="nccl")
+except RuntimeError as error:
+    assert f"0 GPUs for {world_size} ranks" in str(error), error
+else:
+    raise AssertionError("nccl on CPUs")
+assert not dist.is_initialized()
 
 # A group that other code opened, destroyed and opened again, each time at a new address, because
 # torch would read the addresses of the previous group if a store were used twice.
@@ -413,7 +411,6 @@ initialize_ddp(rank=0, world_size=2, master_addr="{HOST}", master_port={free_por
 # ---------------------------------------------------------------- one process
 
 
-@no_gpu
 def test_plain_python():
     assert initialize_ddp() == initialize_ddp() == ALONE
     assert initialize_ddp(rank=0, world_size=1) == ALONE
@@ -422,7 +419,6 @@ def test_plain_python():
     cleanup_ddp()  # nothing to close
 
 
-@no_gpu
 def test_use_distributed_false_ignores_the_environment(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "broken", "SLURM_STEP_NUM_TASKS": "too"})
     assert initialize_ddp(use_distributed=False) == ALONE
@@ -444,7 +440,7 @@ def test_use_distributed_true_without_a_launch_is_an_error():
 
 def test_world_of_one(monkeypatch):
     """With torchrun's variables for one rank, use_distributed=None opens no group, True does."""
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     master = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port())}
     monkeypatch.setattr(os, "environ", one | master)
     assert not initialize_ddp(backend="gloo").distributed
@@ -462,7 +458,6 @@ def test_world_of_one(monkeypatch):
     cleanup_ddp()
 
 
-@no_gpu
 def test_torch_without_distributed(monkeypatch):
     monkeypatch.setattr(dist, "is_available", lambda: False)
     two = {"rank": 0, "world_size": 2, "master_addr": HOST, "master_port": 1}
@@ -676,13 +671,27 @@ def test_ranks_agree_on_the_device():
     assert _agree_on_device(TWO, ["a", "b"], "nccl") == _pick_device(0)
 
 
-@no_gpu
 def test_device_that_is_not_there():
     assert _pick_device(3) == CPU
     assert _resolve_device("cpu") == _resolve_device(CPU) == CPU
     for device in ("cuda", "gpu", "gpu:0", "cuda:1", torch.device("cuda"), torch.device("cuda:3")):
         with pytest.warns(UserWarning, match=f"no {device} .*: using the CPU$"):
             assert _resolve_device(device) == CPU
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rank_0_alone_warns_about_the_device_and_names_the_users_line(world, tmp_path):
+    (tmp_path / "script.py").write_text("""
+import torch
+from ddp_ref import Handler
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+Handler(model, optimizer, torch.nn.MSELoss(), device="cuda")
+""")
+    ended = run(*torchrun(world, "script.py"), cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    (warning,) = [line for line in ended.stderr.splitlines() if "using the CPU" in line]
+    assert "script.py:6: UserWarning: no cuda (cuda devices: 0): using the CPU" in warning
 
 
 def test_a_rank_that_sees_only_its_own_gpu_uses_index_0(monkeypatch):

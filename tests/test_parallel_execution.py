@@ -24,7 +24,6 @@ from ddp_ref import ParallelExecutor, collectives, parallel_on_all_devices, para
 from ddp_ref.workers import process, serialization
 
 Point = namedtuple("Point", "x y")
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
 CPU = torch.device("cpu")
 
 
@@ -307,7 +306,6 @@ def test_the_decorator_without_parentheses_is_refused():
             pass
 
 
-@on_cpu
 @pytest.mark.parametrize("num_gpus", [None, 3])
 def test_without_cuda_one_warning_says_what_runs_instead(num_gpus):
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -318,7 +316,6 @@ def test_without_cuda_one_warning_says_what_runs_instead(num_gpus):
     assert str(warning.message) == f"no CUDA device is visible: {workers} CPU workers instead"
 
 
-@on_cpu
 def test_data_parallel_runs_the_whole_batch_without_cuda():
     @parallel_on_all_devices
     def forward(chunk, factor=1):
@@ -400,7 +397,6 @@ None
 """
 
 
-@on_cpu
 @pytest.mark.parametrize("iterations", [1, pytest.param(20, marks=pytest.mark.full)])
 def test_the_documented_examples_run_in_a_script_without_a_guard(tmp_path, iterations):
     script = DOCUMENTED.replace("ITERATIONS", str(iterations))
@@ -477,7 +473,6 @@ def test_an_executor_closed_during_a_call_raises_and_can_be_used_again():
         assert executor.run(abs, -2) == [2]
 
 
-@on_cpu
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12+
 def test_a_forked_process_needs_its_own_executor(two):
     """With the parent's executor, a fork could talk to its workers in the middle of a call."""

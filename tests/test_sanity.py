@@ -16,7 +16,7 @@ import sanity
 from sanity_cases import CASES, verdicts
 
 LIMIT = timedelta(minutes=2)
-HEALTHY = {"", "a tensor", "names", "dropped, as told", "NaN on all"}
+HEALTHY = {"", "a tensor", "names", "dropped, as told", "NaN on all", "sparse"}
 # The smallest number of ranks on which each mistake can be made, and a part of its error message.
 MISTAKES = {
     "check_samples_drawn_once": {

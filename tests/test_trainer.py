@@ -34,7 +34,7 @@ parallel:
   find_unused_parameters: false
 training:
   seed: 42
-  device: "cpu"
+  device: "cuda"
   path: out
   num_epochs: 3
   batch_size: 8
@@ -47,9 +47,9 @@ training:
   prefetch_factor: 2
   checkpoint_at: 2
 validation:
-  {batch_size: 8, num_workers: 0, pin_memory: true, drop_last: false, validator: {device: cpu}}
+  {batch_size: 8, num_workers: 0, pin_memory: true, drop_last: false, validator: {device: cuda}}
 testing:
-  {batch_size: 8, num_workers: 0, pin_memory: true, drop_last: false, tester: {device: cpu}}
+  {batch_size: 8, num_workers: 0, pin_memory: true, drop_last: false, tester: {device: cuda}}
 early_stopping: {type: "DefaultEarlyStopping", args: [], kwargs: {patience: 5}}
 """
 SCRIPT = """
@@ -124,6 +124,7 @@ def test_the_guides_two_scripts(tmp_path):
         assert ended.code == 0, ended.stderr
         assert "[RANK 0]" in ended.stderr and "[RANK 1]" not in ended.stderr
         assert "pin_memory" not in ended.stderr  # no warning: it is off without a GPU
+        assert warned_lines(ended.stderr) == ["trainer = TrainerDDP(rank=rank, config=config)"]
         assert "sizes: [240, 30, 30]" in ended.stderr
         runs.append((ended.stdout, (folder / "out" / "history.csv").read_text()))
         assert {path.name for path in (folder / "out").iterdir()} == {
@@ -133,6 +134,13 @@ def test_the_guides_two_scripts(tmp_path):
         check_log(folder / "out" / "log.txt", float(ended.stdout))
         check_history(runs[-1][1])
     assert runs[0] == runs[1]
+
+
+def warned_lines(text):
+    """Return each line of the user's code that a warning about the device names."""
+    pattern = r"script\.py:\d+: UserWarning: no cuda .*: using the CPU\n(.*)"
+    assert text.count("using the CPU") == len(re.findall(pattern, text)), text
+    return [line.strip() for line in re.findall(pattern, text)]
 
 
 def check_log(path, test_loss):

@@ -11,6 +11,7 @@ from harness import ROOT, SCRIPTS, Result, run, torchrun
 from torch import nn
 
 import datautils
+from ddp_ref import Handler
 
 EPOCH = re.compile(r"epoch (\d+) \| loss ([\d.]+) \| test accuracy ([\d.]+)")
 DUMP = {"PYTHONPATH": str(ROOT / "tests" / "dump_weights")}
@@ -83,6 +84,10 @@ def assert_learned(result: Result, saved: Path, seed: int = 0) -> None:
     torch.manual_seed(seed)
     start = mlp().state_dict()
     assert all(not torch.equal(state[name], start[name]) for name in start)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    Handler(model, optimizer, nn.functional.cross_entropy).load(saved)
+    assert_equal(model.state_dict(), state)
 
 
 @pytest.fixture(scope="module")

@@ -163,8 +163,8 @@ def test_the_installed_torch_has_its_messages():
 
 def test_the_cuda_build_has_its_messages():
     installed = {message: list(TORCH.parent.glob(name)) for message, name in IN_CUDA_BUILDS.items()}
-    if not installed["CUDA out of memory"]:
-        pytest.skip("only CUDA builds of torch have these messages")
+    if not all(installed.values()):  # the fake GPU has torch's, but not NVIDIA's
+        pytest.skip("only CUDA builds of torch, with NVIDIA's libraries, have these messages")
     missing = [m for m, files in installed.items() if not any(in_file(file, m) for file in files)]
     assert missing == []
 

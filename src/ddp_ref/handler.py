@@ -107,7 +107,7 @@ class Handler:
         check_count("accumulate", accumulate)
         check_count("sync_every", sync_every)
         check_optimizer(optimizer, model)
-        wanted = None if device is None else _resolve_device(device)
+        wanted = None if device is None else _resolve_device(device, stacklevel=3)
         backend = "gloo" if wanted and wanted.type == "cpu" else None
         #: what initialize_ddp returned
         self.info = initialize_ddp(backend=backend, use_distributed=use_distributed)
@@ -331,7 +331,9 @@ class Handler:
         remaining sample of the epoch is used once.
 
         Args:
-            path: A checkpoint, or a folder of checkpoints such as `run_dir`.
+            path: A checkpoint, or a folder of checkpoints such as `run_dir`. From a file with a
+                model's state dict, with DDP's prefixes or without, only the weights are taken; from
+                a dict with "model" and "optimizer", such as the ladder's snapshot.pt, both.
 
         Raises:
             OSError: If the file cannot be read.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..collectives import gather_objects
 from ..randomness import generator_state, seed_everything, set_generator_state
@@ -107,7 +108,13 @@ def capture(handler: Any) -> dict[str, Any] | None:
 
 
 def restore(handler: Any, path: Path, saved: dict[str, Any]) -> None:
-    """Continue the run whose `capture` was saved in `path`, also at another world size."""
+    """Continue the run whose `capture` was saved in `path`, also at another world size.
+
+    From a file that Handler did not write, load the weights, and the optimizer where it is there.
+    """
+    if "ranks" not in saved:
+        _load_foreign(handler, path, saved)
+        return
     state = handler.state
     _check_fits(path, saved, _identity(handler))
     load_weights(handler.model, saved["model"])
@@ -125,9 +132,25 @@ def restore(handler: Any, path: Path, saved: dict[str, Any]) -> None:
         state.sums.add_state(past["sums"], with_objects=same_world)
 
 
+def _load_foreign(handler: Any, path: Path, saved: dict[str, Any]) -> None:
+    """Load plain weights, or a dict of "model" and perhaps "optimizer" such as snapshot.pt."""
+    state = saved["model"] if isinstance(saved.get("model"), dict) else saved
+    if not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(
+            f"{path} has no weights, only {', '.join(map(str, saved))}: load what Handler.save, "
+            'model.state_dict() or {"model": ..., "optimizer": ...} gave'
+        )
+    load_weights(handler.model, state)
+    loaded = "weights"
+    if "optimizer" in saved:
+        handler.optimizer.load_state_dict(saved["optimizer"])
+        loaded = "weights and optimizer"
+    handler.log(f"{path} is not from Handler.save: taking its {loaded} only")
+
+
 def _check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise ValueError unless a Handler with these settings can load `saved`."""
-    if missing := [name for name in ("ranks", *SAVED, *own) if name not in saved]:
+    if missing := [name for name in (*SAVED, *own) if name not in saved]:
         raise ValueError(
             f"{path} has no {missing[0]!r}, so this version of Handler.save did not write it: load "
             "its weights with torch.load and model.load_state_dict"
