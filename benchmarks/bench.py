@@ -32,7 +32,7 @@ NAMES = (
     "knobs",
     "finale",
 )
-WITH_GPUS = "gpu"  # only if it is named: make gpu-report
+WITH_GPUS = "gpu", "gpt2"  # only if named: make gpu-report
 PEERS = "accelerate", "lightning", "ignite"  # what make bench installs
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     print(f"on {machine(PACKAGES)}")
     warn_if_busy()
     for name in args.names:
-        with nullcontext() if name == WITH_GPUS else no_gpus():
+        with nullcontext() if name in WITH_GPUS else no_gpus():
             run(importlib.import_module(name), args.rounds, args.markdown)
 
 
@@ -51,16 +51,16 @@ def no_gpus() -> AbstractContextManager[Any]:
 
 
 def parse() -> argparse.Namespace:
+    known = *NAMES, *WITH_GPUS
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}, gpu")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     parser.add_argument("--rounds", type=int, help="how many (each benchmark's own number)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables there too")
     args = parser.parse_args()
-    if unknown := set(args.names) - {*NAMES, WITH_GPUS}:
-        known = ", ".join((*NAMES, WITH_GPUS))
-        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}: choose from {known}")
+    if unknown := ", ".join(sorted(set(args.names) - set(known))):
+        parser.error(f"there is no benchmark {unknown}: choose from {', '.join(known)}")
     if args.rounds is not None and args.rounds < 1:
         parser.error(f"--rounds must be at least 1, not {args.rounds}")
     args.names = args.names or NAMES

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 from page import ROOT
 from side_by_side import AGAIN, Row, compare, find
-from steps import OURS, RAW, TOLERANCE, loader_at_once, time_loops
+from steps import BACKENDS, OURS, RAW, loader_at_once, time_loops
 from tables import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -42,10 +42,10 @@ def speeds(rows: list[Row], batch: int) -> list[str]:
 
 
 def times_on_rank(
-    rounds: int, device: str = "cpu", backend: str = "gloo", check: bool = True, seed: int = 0
+    rounds: int, device: str = "cpu", check: bool = True, seed: int = 0
 ) -> dict[str, list[float]]:
     """Return the seconds of a step, by loop and round; with `check`, raise if weights differ."""
-    ranks = initialize_ddp(backend=backend, use_distributed=True).world_size
+    ranks = initialize_ddp(backend=BACKENDS[device], use_distributed=True).world_size
     char_gpt = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
     text = char_gpt.read_text()
     vocabulary = "".join(sorted(set(text)))
@@ -59,7 +59,7 @@ def times_on_rank(
 
     raw, ours = partial(by_hand, char_gpt), partial(with_handler, char_gpt)
     loops = {RAW: raw, RAW + AGAIN: raw, OURS: ours}
-    return time_loops(loops, make_model, data, rounds, seed, TOLERANCE[device] if check else None)
+    return time_loops(loops, make_model, data, rounds, seed, check)
 
 
 def by_hand(char_gpt: SimpleNamespace, model: nn.Module, data: TensorDataset, tick: Tick) -> None:

@@ -23,14 +23,14 @@ import torch
 from page import put_between, require_marks
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("Doctor", "Waits", "Tests", "Ranks", "Speed")
+NAMES = ("Doctor", "Waits", "Tests", "Ranks", "Speed", "GPT-2")
 MARKS = "<!-- begin of the report -->", "<!-- end of the report -->"
 # Without our pytest options and conftest.py, because they need packages that may be missing.
 PYTEST = (
     f"-m pytest -c {os.devnull} --noconftest -p no:cacheprovider -q -rf --tb=short -m gpu".split()
 )
 SHOWN_OF_A_FAILURE = 60  # lines
-ENDING = 10  # seconds that a part gets to end its ranks when its time is up
+ENDING = 5  # seconds that a part gets to end its ranks when its time is up
 
 
 class Part(NamedTuple):
@@ -49,14 +49,17 @@ def parts(gpus: int, rounds: int) -> list[Part]:
     gpu_tests, sanity = (str(ROOT / "tests" / f"test_{name}.py") for name in ("gpu", "sanity"))
     tests = [*PYTEST, gpu_tests, sanity, *(["-n", "3"] if find_spec("xdist") else [])]
     on_ranks = [*PYTEST, gpu_tests, "-k", "test_on_ranks"]
+    measuring = ("numpy", "cloudpickle", "scipy")
     testing = ("pytest", "psutil", "numpy", "cloudpickle", "sklearn", "yaml")
     return [
         Part("Doctor", ("numpy", "cloudpickle"), 95, ["-m", "ddp_ref", "doctor"]),
-        Part("Waits", ("numpy",), 40, [*torchrun, check], 1),
+        Part("Waits", ("numpy",), 30, [*torchrun, check], 1),
         # On two GPUs, because more processes take longer to start.
-        Part("Tests", testing, 190, tests, 1, most_gpus=2),
-        Part("Ranks", testing, 70, on_ranks, 1),
-        Part("Speed", ("numpy", "cloudpickle", "scipy"), 150, [bench, "gpu", f"--rounds={rounds}"]),
+        Part("Tests", testing, 140, tests, 1, most_gpus=2),
+        Part("Ranks", testing, 45, on_ranks, 1),
+        Part("Speed", measuring, 115, [bench, "gpu", f"--rounds={rounds}"]),
+        # A step takes 30 times as long as a small one.
+        Part("GPT-2", measuring, 140, [bench, "gpt2", f"--rounds={-(-rounds // 10)}"], most_gpus=1),
     ]
 
 
@@ -70,7 +73,9 @@ def main() -> int:
     parser.add_argument(
         "--page", type=Path, default=ROOT / "docs" / "gpu.md", help="where to write the report"
     )
-    parser.add_argument("--rounds", type=int, default=100, help="of the benchmark (default: 100)")
+    parser.add_argument(
+        "--rounds", type=int, default=60, help="of Speed; GPT-2 has a tenth (default: 60)"
+    )
     args = parser.parse_args()
     if unknown := set(args.parts) - set(NAMES):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: use {', '.join(NAMES)}")

@@ -4,16 +4,17 @@ import os
 import re
 import sys
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
 from harness import ROOT, SCRIPTS, Running, free_port, run, torchrun, wait_until
 from training_job import job
 
-from ddp_ref import Callback
+from ddp_ref import Callback, run_ranks
 
-if "FAKE_GPUS" not in os.environ:
-    pytest.skip("needs the fake GPU: make test-fakegpu", allow_module_level=True)
+if "FAKE_GPUS" not in os.environ or not torch.cuda.device_count():
+    pytest.skip("needs the fake GPU, and -m gpu: make test-fakegpu", allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
 WAITS = ("streamSync", "eventSync", "deviceSync", "memcpySync")
@@ -273,7 +274,7 @@ def test_the_report_is_written_into_the_page(tmp_path):
     """Every part except Tests, which would run the tests of test_gpu.py again."""
     page = tmp_path / "page.md"
     page.write_text(PAGE)
-    parts = ["Doctor", "Waits", "Ranks", "Speed"]
+    parts = ["Doctor", "Waits", "Ranks", "Speed", "GPT-2"]
     command = [sys.executable, ROOT / "benchmarks" / "gpu_report.py", *parts]
     ended = run(*command, "--page", page, "--rounds=1", cwd=tmp_path, timeout=540)
     assert ended.code == 0, ended.stdout + ended.stderr
@@ -281,9 +282,61 @@ def test_the_report_is_written_into_the_page(tmp_path):
     assert (
         text.startswith("# A page\n") and text.endswith("\nThe rest.\n") and "\nold\n" not in text
     )
-    assert re.findall(r"### (\w+)\n\n\d+ s, passed", text) == parts
+    assert re.findall(r"### (\S+)\n\n\d+ s, passed", text) == parts
     assert "x FakeGPU with 16 GiB" in text and "no hidden wait for the GPU in 10 steps on" in text
     assert "| Handler |" in text and "characters a second" in text
+    assert "a step of a tiny GPT, 4 x 32 tokens" in text and "Left out: compiled" in text
+
+
+def one_bit_off(loop, deterministic):
+    """Return `loop`, which then changes the last bit of a weight, in one of the two kinds of runs.
+
+    Without deterministic kernels, a real GPU would change more than that.
+    """
+
+    def train(*args):
+        loop(*args)
+        has_variable = os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
+        assert torch.are_deterministic_algorithms_enabled() == has_variable
+        if has_variable == deterministic:
+            model, *_ = args[-3:]
+            weight = next(model.parameters()).data.view(-1)[:1]
+            weight.copy_(torch.nextafter(weight, torch.full_like(weight, torch.inf)))
+
+    return train
+
+
+@pytest.mark.skipif(GPUS > 1, reason="slow, so it runs with one fake GPU only")
+@pytest.mark.parametrize(
+    ("changed", "deterministic"),
+    [
+        pytest.param(["small"], True, id="the small step, compared"),
+        pytest.param(["char_gpt"], True, id="char_gpt, compared"),
+        pytest.param(["small", "char_gpt"], False, id="both, timed"),
+    ],
+)
+def test_on_gpus_weights_are_compared_bit_for_bit_with_deterministic_kernels(
+    monkeypatch, changed, deterministic
+):
+    """The runs that are timed use the usual kernels, and do not compare weights."""
+    import finale  # not above: some ranks import this module, but have no benchmarks/ on their path
+    import gpu
+    import steps
+
+    def on_rank(work, *args, **options):
+        gpu.WIDTH, finale.BATCH["cuda"] = 8, 2  # quick on a CPU
+        if "small" in changed:
+            steps.LOOPS[steps.OURS] = one_bit_off(steps.handler, deterministic)
+        if "char_gpt" in changed:
+            finale.with_handler = one_bit_off(finale.with_handler, deterministic)
+        return work(*args, **options)
+
+    monkeypatch.setattr(gpu, "run_ranks", partial(run_ranks, on_rank))
+    if deterministic:
+        with pytest.raises(AssertionError, match="Handler has trained another model"):
+            gpu.measure(1)
+    else:
+        assert len(gpu.measure(1)) == 2
 
 
 VALIDATE = """
