@@ -6,6 +6,7 @@ test_handler.py runs them on several ranks, and also in its own process without 
 import os
 import random
 import signal
+import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +41,10 @@ def assert_same_on_all_ranks(tensor):
 
 def gloo_calls(work):
     """Return how often each gloo operation ran during `work`, DDP's own included."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         work()
+        time.sleep(0.1)  # gloo's thread ends the last event after the call has returned
     return Counter(event.name for event in profile.events() if event.name.startswith("gloo:"))
 
 
