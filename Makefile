@@ -34,8 +34,8 @@ PACKAGE := adoption callbacks checkpoint collectives configuration copy data doc
 STRICT := src/ddp_ref/workers $(wildcard src/ddp_ref/[!h]*.py)  # the core, doctor and the workers
 PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
 
-# Files with tests that once failed on machines with GPUs. `make test` on fake GPUs runs all of them.
-BESIDE_GPUS := adoption bad_input checkpoint copy datautils initialize notebook parallel_execution readme \
+# Tests of the CPU that failed on machines with GPUs: test-fakegpu runs them there, unless it has ARGS.
+CPU_TESTS_WITH_GPUS := adoption bad_input checkpoint copy datautils initialize notebook parallel_execution readme \
 	run_ranks training troubleshooting
 
 unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile the package again
@@ -144,7 +144,7 @@ fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a 
 test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs, and others beside GPUs: 10 minutes
 	@for gpus in 1 2 4; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
 		$(BIN)/python -m pytest -m gpu -n 4 tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
-	$(if $(ARGS),,FAKE_GPUS=2 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest $(BESIDE_GPUS:%=tests/test_%.py))
+	$(if $(ARGS),,FAKE_GPUS=2 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest $(CPU_TESTS_WITH_GPUS:%=tests/test_%.py))
 
 gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md; installs nothing
 	$(PYTHON) benchmarks/gpu_report.py $(ARGS)

@@ -32,7 +32,7 @@ NAMES = (
     "knobs",
     "finale",
 )
-WITH_GPUS = "gpu", "gpt2"  # only if named: make gpu-report
+WITH_GPUS = "gpu", "gpt2_124m"  # only if named: make gpu-report
 PEERS = "accelerate", "lightning", "ignite"  # what make bench installs
 
 

@@ -311,8 +311,8 @@ def require_ddp(name: str, model: nn.Module) -> None:
     """
 
     def check(*_: object) -> None:
-        hook.remove()
-        # Private, but torch has no public way to ask. The wrapper itself is inside the library.
+        hook.remove()  # so that no timed step pays for it
+        # Private, but torch has no public way to ask, and each library hides its wrapped model.
         assert DDP._get_active_ddp_module(), f"{name} trains without DDP"
 
     hook = model.register_forward_pre_hook(check)

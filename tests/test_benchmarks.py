@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import bench
-import gpt2
+import gpt2_124m
 import gpu
 import gpu_report
 import growth
@@ -228,20 +228,20 @@ def test_the_time_that_handler_adds_to_a_small_step_on_a_gpu(ours, verdict):
 def test_gpt2_has_124_million_parameters_and_known_operations():
     """On an H200, 81.2 ms for a step were 403,500 tokens a second and 32.5 % of the peak."""
     with torch.device("meta"):
-        model = gpt2.GPT(gpt2.GPT2)
+        model = gpt2_124m.GPT(gpt2_124m.GPT2)
     assert sum(parameter.numel() for parameter in model.parameters()) == 124_475_904
-    assert gpt2.GPT2.flops / gpt2.GPT2.tokens == pytest.approx(798e6, rel=1e-3)
-    rows = compare({gpt2.BY_HAND: [81.2e-3] * 9}, gpt2.BY_HAND)
-    (line,) = gpt2.speeds(rows, gpt2.GPT2, gpt2.PEAKS["NVIDIA H200"])
+    assert gpt2_124m.GPT2.flops / gpt2_124m.GPT2.tokens == pytest.approx(798e6, rel=1e-3)
+    rows = compare({gpt2_124m.BY_HAND: [81.2e-3] * 9}, gpt2_124m.BY_HAND)
+    (line,) = gpt2_124m.speeds(rows, gpt2_124m.GPT2, gpt2_124m.PEAKS["NVIDIA H200"])
     assert line == "by hand: 403,500 tokens a second, 32.5% of 989.4 TFLOP/s"
-    (line,) = gpt2.speeds(rows, gpt2.GPT2, None)
+    (line,) = gpt2_124m.speeds(rows, gpt2_124m.GPT2, None)
     assert line == "by hand: 403,500 tokens a second"
 
 
 def test_gpt2_is_made_smaller_if_the_memory_is():
-    sizes = [gpt2.size_for(gib * 2**30) for gib in (139, 39, 23, 8)]
+    sizes = [gpt2_124m.size_for(gib * 2**30) for gib in (139, 39, 23, 8)]
     assert [size.batch for size in sizes[:3]] == [32, 16, 8]
-    assert sizes[0] == gpt2.GPT2 and sizes[3] == gpt2.TINY
+    assert sizes[0] == gpt2_124m.GPT2 and sizes[3] == gpt2_124m.TINY
 
 
 def test_the_page_has_a_place_for_each_benchmark():
@@ -377,7 +377,7 @@ def test_the_report_checks_for_the_packages_that_its_parts_import():
     steps.py and tables.py are left out, because they import the peers and matplotlib in functions.
     """
     imported = set()
-    for name in ("bench", "gpu", "gpt2", "finale", "side_by_side", "turns", "page"):
+    for name in ("bench", "gpu", "gpt2_124m", "finale", "side_by_side", "turns", "page"):
         for node in ast.walk(ast.parse((BENCH.parent / f"{name}.py").read_text())):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [getattr(node, "module", None) or node.names[0].name]
@@ -467,7 +467,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_first_part(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
 def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
-    ended = run(sys.executable, BENCH, "gpu", "gpt2", "--rounds=1", cwd=tmp_path)
+    ended = run(sys.executable, BENCH, "gpu", "gpt2_124m", "--rounds=1", cwd=tmp_path)
     assert ended.code == 0 and ended.stdout.count("left out: no CUDA device is visible") == 2
     ended = run(sys.executable, BENCH.parent / "gpu_report.py", cwd=tmp_path)
     assert ended.code == 2 and "no CUDA device is visible" in ended.stderr

@@ -242,17 +242,18 @@ def test_the_guides_call_fails_in_plain_python():
         double(torch.ones(1), device="cpu")
 
 
-# What the guides call with which parameters. Other names and parameters stand on the page.
+# What the guides call, with which parameters: after a *, by keyword. Other names and parameters
+# stand on the page.
 SIGNATURES = {
-    ddp_ref: "initialize_ddp(timeout) initialize_ddp(rank,master_addr,master_port,backend)"
-    " cleanup_ddp() on_rank(rank,barrier) parallelize_on_gpus(num_gpus,pass_device)"
-    " parallel_on_all_devices(func) ParallelExecutor(num_gpus,pass_device)"
-    " Handler(use_distributed) TrainerDDP(rank,config) get_loader() setup_logging(rank)",
+    ddp_ref: "initialize_ddp(timeout,*,rank,master_addr,master_port,backend) cleanup_ddp()"
+    " on_rank(rank,*,barrier) parallelize_on_gpus(*,num_gpus,pass_device)"
+    " parallel_on_all_devices(func) ParallelExecutor(*,num_gpus,pass_device)"
+    " Handler(*,use_distributed) TrainerDDP(rank,config) get_loader() setup_logging(rank)",
     ddp_ref.initialize: "initialize_ddp(timeout) _should_use_distributed(use_distributed_flag)"
     " _is_env_distributed() _resolve_device(device) _initialize_distributed(timeout)"
     " _pick_device(local_rank) _first_host_from_slurm_nodelist(nodelist)",
     ddp_ref.ParallelExecutor: "run(func,args,kwargs)",
-    ddp_ref.Handler: "set_train_loader(batch_size) set_val_loader(batch_size) save() load()"
+    ddp_ref.Handler: "set_train_loader(*,batch_size) set_val_loader(*,batch_size) save() load()"
     " sample() log_likelihood() predict() plot_losses() plot_metrics()",
     ddp_ref.TrainerDDP: "prepare_dataloaders() run_training(train_loader,val_loader)"
     " run_test(test_loader)",
@@ -266,10 +267,12 @@ OTHERS = (
 
 def test_the_guides_names_and_parameters_exist_here_or_are_on_the_page():
     for owner, signatures in SIGNATURES.items():
-        for name, given in re.findall(r"(\w+)\(([\w,]*)\)", signatures):
-            own = inspect.signature(getattr(owner, name)).parameters
-            wanted = given.split(",") if given else []
-            assert [parameter for parameter in own if parameter in wanted] == wanted, name
+        for name, given in re.findall(r"(\w+)\(([\w,*]*)\)", signatures):
+            own = [p for p in inspect.signature(getattr(owner, name)).parameters if p != "self"]
+            positional, _, keywords = (part.strip(",") for part in given.partition("*"))
+            first = positional.split(",") if positional else []
+            assert own[: len(first)] == first, name
+            assert set(keywords.split(",")) - {""} <= set(own), name
     assert ddp_ref.Handler.train_losses
     assert [name for name in OTHERS.split() if name not in PAGE] == []
 

@@ -100,11 +100,11 @@ MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
         ({"MV2_COMM_WORLD_SIZE": "2"} | BATCH, "MV2_COMM_WORLD_SIZE=2"),
         (STEP | {"OMPI_COMM_WORLD_SIZE": "6"}, "OMPI_COMM_WORLD_SIZE=6"),  # its daemons are tasks
         ({"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}, "SLURM_PROCID=1"),
-        (BATCH | MASTER | {"SLURM_PROCID": "2"}, "SLURM_PROCID=2"),
+        (BATCH | MASTER | {"SLURM_PROCID": "2", "PMI_SIZE": "4"}, "PMI_SIZE=4, SLURM_PROCID=2"),
     ],
 )
 def test_one_of_several_processes_does_not_run_alone(environ, name):
-    with pytest.raises(ValueError, match=f"^{name}: this is one of several processes[^\n]*$"):
+    with pytest.raises(ValueError, match=f"^{name}: one of several processes[^\n]*$"):
         detect_launch(environ)
     assert detect_launch(environ, rank=0, world_size=2, master_addr="n1", master_port=1).rank == 0
     assert detect_launch(environ | TORCHRUN).launcher == "torchrun"

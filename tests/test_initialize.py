@@ -680,7 +680,7 @@ def test_device_that_is_not_there():
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_rank_0_alone_warns_about_the_device_and_names_the_users_line(world, tmp_path):
+def test_one_warning_about_the_device_names_the_users_line(world, tmp_path):
     (tmp_path / "script.py").write_text("""
 import torch
 from ddp_ref import Handler

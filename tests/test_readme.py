@@ -60,10 +60,10 @@ STRICT = "src/ddp_ref/[!h]*.py"  # the pages show this pattern, and make the fil
 
 def what_make_runs(target, folder):
     """Return the commands of a target, as you would type them in the activated environment."""
-    command = ["make", "-C", ROOT, "--dry-run", "--always-make", "--silent", target]
-    printed = run(
-        *command, "TORCH=2.8.0" if target == "test-torch" else "TORCH=", cwd=folder
-    ).stdout
+    # The versions that `make test PYTHON=... TORCH=...` was called with do not count.
+    versions = ["PYTHON=python3", f"TORCH={'2.8.0' if target == 'test-torch' else ''}"]
+    command = ["make", "-C", ROOT, "--dry-run", "--always-make", "--silent", target, *versions]
+    printed = run(*command, cwd=folder).stdout
     printed = re.sub(r"\.venv[\w.-]*/(bin/)?", "", printed.replace("\\\n", " "))
     return " ".join(printed.replace("--quiet --disable-pip-version-check", "").split())
 

@@ -331,9 +331,9 @@ class Handler:
         remaining sample of the epoch is used once.
 
         Args:
-            path: A checkpoint, or a folder of checkpoints such as `run_dir`. From a file with a
-                model's state dict, with DDP's prefixes or without, only the weights are taken; from
-                a dict with "model" and "optimizer", such as the ladder's snapshot.pt, both.
+            path: A checkpoint, or a folder of checkpoints such as `run_dir`. Or a file with the
+                model's state dict, with or without DDP's `module.` prefixes, or a dict with "model"
+                and "optimizer": this loads only the weights and the optimizer's state.
 
         Raises:
             OSError: If the file cannot be read.

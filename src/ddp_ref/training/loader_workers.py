@@ -4,16 +4,14 @@ import ctypes
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, is_exiting
 from threading import current_thread, main_thread
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -33,7 +31,10 @@ class Loader(DataLoader[Any]):
         batches: Any = super()._get_iterator()
         self.worker_init_fn = then
         if self.num_workers:
-            Finalize(batches, _kill, (id(batches), batches._workers), exitpriority=0)
+            # Holding the queues keeps them open while an iterator in a reference cycle is freed.
+            # Else torch could not tell its workers to leave.
+            ends = batches._workers, batches._index_queues
+            Finalize(batches, _kill_at_exit, ends, exitpriority=0)
         return batches
 
 
@@ -50,16 +51,13 @@ def _start(then: Callable[[int], None] | None, from_main: bool, worker_id: int) 
         then(worker_id)
 
 
-def _kill(iterator: int, workers: Sequence[BaseProcess]) -> None:
-    """Kill the workers that are left at exit, or by an iterator that died in a reference cycle.
+def _kill_at_exit(workers: Sequence[BaseProcess], _: object) -> None:
+    """Kill the workers that are left at exit, where multiprocessing joins them without a timeout.
 
-    They ignore SIGTERM, so otherwise multiprocessing would join them without a timeout at exit. In
-    a cycle, torch's request to leave is lost, because its queues are closed before.
+    They ignore SIGTERM. Before the exit, torch asks them to leave, and nothing is to do here.
     """
-    if left := [worker for worker in workers if worker.is_alive()]:
-        # Private: torch must forget their pids, or it reports in __del__ that they were killed.
-        with suppress(ValueError):  # it already has
-            signal_handling._remove_worker_pids(iterator)
-            signal_handling._set_worker_pids(iterator, ())  # __del__ removes the entry
-    for worker in left:
-        worker.kill()
+    if is_exiting():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch still watches them, and would raise
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()

@@ -110,10 +110,11 @@ def capture(handler: Any) -> dict[str, Any] | None:
 def restore(handler: Any, path: Path, saved: dict[str, Any]) -> None:
     """Continue the run whose `capture` was saved in `path`, also at another world size.
 
-    From a file that Handler did not write, load the weights, and the optimizer where it is there.
+    From a file that Handler did not write, load only the weights, and the optimizer's state if the
+    file has it.
     """
     if "ranks" not in saved:
-        _load_foreign(handler, path, saved)
+        _load_other_file(handler, path, saved)
         return
     state = handler.state
     _check_fits(path, saved, _identity(handler))
@@ -132,17 +133,17 @@ def restore(handler: Any, path: Path, saved: dict[str, Any]) -> None:
         state.sums.add_state(past["sums"], with_objects=same_world)
 
 
-def _load_foreign(handler: Any, path: Path, saved: dict[str, Any]) -> None:
+def _load_other_file(handler: Any, path: Path, saved: dict[str, Any]) -> None:
     """Load plain weights, or a dict of "model" and perhaps "optimizer" such as snapshot.pt."""
     state = saved["model"] if isinstance(saved.get("model"), dict) else saved
     if not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
-            f"{path} has no weights, only {', '.join(map(str, saved))}: load what Handler.save, "
-            'model.state_dict() or {"model": ..., "optimizer": ...} gave'
+            f"{path} has no weights, only the keys {list(saved)}: pass a checkpoint of Handler, a "
+            'state dict of the model, or a dict with "model" and "optimizer"'
         )
     load_weights(handler.model, state)
     loaded = "weights"
-    if "optimizer" in saved:
+    if saved.get("optimizer"):
         handler.optimizer.load_state_dict(saved["optimizer"])
         loaded = "weights and optimizer"
     handler.log(f"{path} is not from Handler.save: taking its {loaded} only")

@@ -29,7 +29,7 @@ BY_HAND, OURS, COMPILED = "by hand", "Handler", ", compiled"
 MOST_OVERHEAD = 0.01  # of the time by hand
 # FLOP/s for dense bfloat16 matrices, by torch's name of the card: NVIDIA's data sheets of the A100
 # and L40S, and its H100 white paper. The data sheets of the H100 and H200 only give twice as much,
-# which holds for sparse matrices. Other forms of these cards (PCIe, NVL, MIG) have other peaks.
+# which holds for sparse matrices. MIG slices and the PCIe and NVL forms of the H100 have others.
 PEAKS = {
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
@@ -86,18 +86,18 @@ def measure(rounds: int) -> list[Table]:
         return []
     card, size, times, not_compiled = measured
     rows = compare(times, BY_HAND)
-    notes = [against_by_hand(times), *speeds(rows, size, PEAKS.get(card))]
+    suffixes = [""] if not_compiled else ["", COMPILED]
+    notes = [*(against_by_hand(times, suffix) for suffix in suffixes)]
+    notes += speeds(rows, size, PEAKS.get(card))
     if not_compiled:
         notes.append(f"Left out: compiled, because torch.compile failed: {not_compiled}")
-    else:
-        notes.insert(1, against_by_hand(times, COMPILED))
     if size != GPT2:
         notes.append(f"Smaller than {GPT2.name} with a batch of {GPT2.batch}: too little memory.")
     title = f"a step of {size.name}, {size.batch} x {size.length:,} tokens"
     return [Table(title, rows, [*notes, f"on 1 x {card}"])]
 
 
-def against_by_hand(times: Mapping[str, list[float]], suffix: str = "") -> str:
+def against_by_hand(times: Mapping[str, list[float]], suffix: str) -> str:
     """Return the goal about `Handler` and the loop by hand, and whether it is reached."""
     base, ours = BY_HAND + suffix, OURS + suffix
     row = find(compare({name: times[name] for name in (base, ours)}, base), ours)
