@@ -235,9 +235,9 @@ BUDGETS = {  # lines of code without docstrings and comments: at most a tenth mo
     "workers": (["workers/*.py"], 385),
     "doctor": (["doctor.py"], 198),
     "handler": (["handler.py"], 245),
-    "training": (["training/*.py"], 1540),
+    "training": (["training/*.py"], 1550),
     "config": (["config/*.py"], 440),
-    "package": (["**/*.py"], 3900),
+    "package": (["**/*.py"], 3915),
 }
 
 

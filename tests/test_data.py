@@ -421,16 +421,22 @@ class Items(list):
     def __getitem__(self, index):
         if sys.argv[1] == "deaf":
             sum(range(10**13))  # one call of C code, during which Python runs no signal handler
+        if sys.argv[1] == "left" and index > 3:
+            time.sleep(1000)
         return super().__getitem__(index)
 
 def rank(number=0):
     global loader, batches
-    options = {"num_workers": 4, "persistent_workers": sys.argv[1] == "persistent"}
+    options = {"num_workers": 1 if sys.argv[1] == "left" else 4, "shuffle": False}
+    options["persistent_workers"] = sys.argv[1] == "persistent"
     loader = train_loader(Items([1.0] * 50), 2, rank=0, world_size=1, **options)
     if sys.argv[1] == "deaf":
         batches = iter(loader)
         time.sleep(1)
         sys.exit(143)
+    if sys.argv[1] == "left":
+        next(iter(loader))  # torch waits for 10 seconds, and then leaves its busy workers alone
+        sys.exit(7)
     for number, batch in enumerate(loader):
         if number == 3 and sys.argv[1] == "failing":
             raise KeyError("of an item")  # its traceback keeps the iterator and its workers alive
@@ -452,6 +458,11 @@ def test_leftover_workers_do_not_keep_their_rank_from_exiting(tmp_path, how, sta
         assert ended.code == {"failing": 1, "persistent": 0, "deaf": 143}[how], ended.stderr
     assert ("KeyError" in ended.stderr) == (how == "failing")
     assert "killed by signal" not in ended.stderr
+
+
+def test_a_busy_worker_of_a_lost_iterator_does_not_keep_its_rank_from_exiting(tmp_path):
+    (tmp_path / "script.py").write_text(ENDING)
+    assert run(sys.executable, "script.py", "left", "alone", cwd=tmp_path, timeout=60).code == 7
 
 
 class Late(list):

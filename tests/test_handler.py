@@ -229,16 +229,24 @@ def test_weights_that_handler_did_not_save(tmp_path, caplog):
     plain, optimizer = trained.model.state_dict(), trained.optimizer.state_dict()
     wrapped = {f"module.{name}": value for name, value in plain.items()}
     snapshot = {"model": wrapped, "optimizer": optimizer, "epochs_run": 1}
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR  # keeps settings in the optimizer's groups
     for content in (plain, wrapped, {"model": plain, "optimizer": None}, snapshot):
         torch.save(content, tmp_path / "a.pt")
-        handler = job()
+        handler = job(scheduler=lambda o: (one_cycle(o, 0.5, total_steps=40), "step"))
         handler.load(tmp_path / "a.pt")
         assert torch.equal(flat(handler.model), flat(trained.model)) and handler.epoch == 0
         has_optimizer = content is snapshot
         assert (len(handler.optimizer.state) > 0) == has_optimizer
-        taken = "weights and optimizer" if has_optimizer else "weights"
+        taken = "weights and optimizer state" if has_optimizer else "weights"
         assert caplog.messages[-2].endswith(f"is not from Handler.save: taking its {taken} only")
         handler.train(1)
+    adam = torch.optim.Adam(network().parameters()).state_dict()
+    torch.save({"model": plain, "optimizer": adam}, tmp_path / "a.pt")
+    handler = job()
+    before = flat(handler.model)
+    with pytest.raises(ValueError, match="the state of another optimizer than this SGD"):
+        handler.load(tmp_path / "a.pt")
+    assert torch.equal(flat(handler.model), before)  # nothing is half loaded
     torch.save({"epochs_run": 1}, tmp_path / "a.pt")
     with pytest.raises(
         ValueError, match=r"a\.pt has no weights, only the keys \['epochs_run'\]: pass"

@@ -33,8 +33,8 @@ class Loader(DataLoader[Any]):
         if self.num_workers:
             # Holding the queues keeps them open while an iterator in a reference cycle is freed.
             # Else torch could not tell its workers to leave.
-            ends = batches._workers, batches._index_queues
-            Finalize(batches, _kill_at_exit, ends, exitpriority=0)
+            workers_and_queues = batches._workers, batches._index_queues
+            Finalize(batches, _kill_at_exit, workers_and_queues, exitpriority=0)
         return batches
 
 
@@ -51,13 +51,16 @@ def _start(then: Callable[[int], None] | None, from_main: bool, worker_id: int) 
         then(worker_id)
 
 
-def _kill_at_exit(workers: Sequence[BaseProcess], _: object) -> None:
+def _kill_at_exit(workers: Sequence[BaseProcess], _queues: object = None) -> None:
     """Kill the workers that are left at exit, where multiprocessing joins them without a timeout.
 
-    They ignore SIGTERM. Before the exit, torch asks them to leave, and nothing is to do here.
+    They ignore SIGTERM. When an iterator is freed before, torch asks its workers to leave. A busy
+    one leaves after its item, or at exit.
     """
+    left = [worker for worker in workers if worker.is_alive()]
     if is_exiting():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch still watches them, and would raise
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
+        for worker in left:
+            worker.kill()
+    elif left:
+        Finalize(None, _kill_at_exit, (left,), exitpriority=0)

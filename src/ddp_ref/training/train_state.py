@@ -113,7 +113,7 @@ def restore(handler: Any, path: Path, saved: dict[str, Any]) -> None:
     From a file that Handler did not write, load only the weights, and the optimizer's state if the
     file has it.
     """
-    if "ranks" not in saved:
+    if saved.keys().isdisjoint(("ranks", "samples_seen")):
         _load_other_file(handler, path, saved)
         return
     state = handler.state
@@ -141,17 +141,31 @@ def _load_other_file(handler: Any, path: Path, saved: dict[str, Any]) -> None:
             f"{path} has no weights, only the keys {list(saved)}: pass a checkpoint of Handler, a "
             'state dict of the model, or a dict with "model" and "optimizer"'
         )
+    taken, given = "weights", saved.get("optimizer")
+    if isinstance(given, dict):
+        taken = "weights and optimizer state"
+        given = _with_own_settings(path, handler.optimizer, given)
     load_weights(handler.model, state)
-    loaded = "weights"
-    if saved.get("optimizer"):
-        handler.optimizer.load_state_dict(saved["optimizer"])
-        loaded = "weights and optimizer"
-    handler.log(f"{path} is not from Handler.save: taking its {loaded} only")
+    if isinstance(given, dict):
+        handler.optimizer.load_state_dict(given)
+    handler.log(f"{path} is not from Handler.save: taking its {taken} only")
+
+
+def _with_own_settings(path: Path, optimizer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the state `given`, with the learning rate and other settings of `optimizer`."""
+    own, theirs = optimizer.state_dict().get("param_groups", []), given.get("param_groups", [])
+    sizes = [[len(group["params"]) for group in groups] for groups in (own, theirs)]
+    if sizes[0] != sizes[1] or any(optimizer.defaults.keys() - group for group in theirs):
+        raise ValueError(
+            f"{path} has the state of another optimizer than this {type(optimizer).__name__}: load "
+            'its weights alone, from a file with torch.load(path)["model"]'
+        )
+    return given | {"param_groups": own}
 
 
 def _check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise ValueError unless a Handler with these settings can load `saved`."""
-    if missing := [name for name in (*SAVED, *own) if name not in saved]:
+    if missing := [name for name in ("ranks", *SAVED, *own) if name not in saved]:
         raise ValueError(
             f"{path} has no {missing[0]!r}, so this version of Handler.save did not write it: load "
             "its weights with torch.load and model.load_state_dict"
