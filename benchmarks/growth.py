@@ -50,7 +50,7 @@ HOST = "127.0.0.1"
 ITEMS, FEATURES = 4096, 1024  # of predict's output: 16 MiB
 WIDTH = 2048  # of a linear layer: a checkpoint of 16 MiB
 LAZY_INIT = "TORCH_GLOO_LAZY_INIT"
-OPEN = "open the groups and call on_rank"
+OPEN = "open the group and call on_rank"
 LAZY = f"{OPEN}, {LAZY_INIT}=1"
 BARRIER, ON_RANK, SHARED = "bare barrier", "on_rank", "on_rank(broadcast=True)"
 REDUCE, GATHER = "reduce_sum of one number", "gather_objects, 100 bytes each"
@@ -246,10 +246,10 @@ def cpu_at(ranks: int, name: str, worlds: Sequence[Costs]) -> float:
 def sockets_at(ranks: int) -> int:
     """Return the sockets of rank 0.
 
-    It has one to each other rank in both groups, and as host of the store one more. The store
-    listens on one, and two connect rank 0 itself with it. Each group's device listens on one.
+    It has one to each other rank in the group, and as host of the store one more. The store
+    listens on one, and two connect rank 0 itself with it. The group's device listens on one.
     """
-    return 3 * (ranks - 1) + 5
+    return 2 * (ranks - 1) + 4
 
 
 def image(worlds: Sequence[Costs]) -> str:

@@ -53,7 +53,7 @@ def warn_if_busy() -> None:
 
 def machine(packages: Sequence[str]) -> str:
     """Return the machine, today's date, and the versions of the installed `packages`."""
-    from ddp_ref.environment import available_cores  # mp.spawn's processes load this module
+    from ddp_ref.launch import available_cores  # mp.spawn's processes load this module
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     system = f"{platform.system()} {platform.machine()}, {processor()}"

@@ -2,10 +2,8 @@
 
 The jobs are whole commands, from start to exit. The bare job opens and closes a group of two ranks
 under torchrun. The scripts also read the digits with scikit-learn, and train and test for one
-epoch. The imports are timed inside a new process. The bare `import ddp_ref` loads next to nothing,
-because each name loads its module when it is first used, so we import all names. The noise of
-torch's own import is larger than what `ddp_ref` adds, so for the goal we import torch first, and
-time only `from ddp_ref import *`.
+epoch. The imports are timed inside a new process. The noise of torch's own import is larger than
+what `ddp_ref` adds, so for the goal we import torch first, and time only `from ddp_ref import *`.
 """
 
 import os

@@ -18,7 +18,7 @@ from side_by_side import AGAIN, compare, find, side_by_side, timed
 from tables import Table, goal
 
 from ddp_ref import ParallelExecutor
-from ddp_ref.workers.serialization import dumps
+from ddp_ref.workers.process import dumps
 
 ROUNDS, WORKERS, CALLS, MOST_ROUND_TRIPS = 30, 2, 100, 10
 OURS, SPAWN, PIPES = "ParallelExecutor, open", "mp.spawn", "two bare pipes"

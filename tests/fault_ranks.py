@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from harness import wait_until
 
-from ddp_ref import _outcomes
 from ddp_ref.decorators import on_rank
 from ddp_ref.initialize import cleanup_ddp, initialize_ddp
 
@@ -26,13 +25,21 @@ TIMEOUT = timedelta(seconds=6)
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def die(how: str) -> None:
-    time.sleep(0.3)  # the others are waiting by now
-    Path("fault_at").write_text(str(time.time()))
-    if how == "exit":
-        os._exit(9)
-    os.kill(os.getpid(), getattr(signal, how))
-    time.sleep(60)
+def one_dies(dying: str) -> None:
+    """Rank 0 works for a minute, but one rank is killed."""
+    if int(dying) == RANK:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    on_rank(0)(time.sleep)(60)
+
+
+def gets_sigint(worker: str) -> None:
+    def body() -> None:
+        time.sleep(0.3)  # the others are waiting by now
+        Path("fault_at").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+
+    report(on_rank(int(worker))(body))
 
 
 def stop() -> None:
@@ -52,56 +59,6 @@ def report(call: Callable[[], object]) -> None:
     file.write_text(json.dumps([*before, seen | {"at": time.time()}]))
 
 
-def dies(how: str, worker: str) -> None:
-    """The executing rank dies, or gets a SIGINT, in the body."""
-    report(on_rank(int(worker))(lambda: die(how)))
-
-
-def dies_among_workers(how: str, worker: str) -> None:
-    """One of two executing ranks dies. The other works until the third has reported the death."""
-    dying, other, waiting = ((int(worker) + offset) % WORLD for offset in range(3))
-
-    def body() -> None:
-        if dying == RANK:
-            die(how)
-        deadline = time.monotonic() + 20
-        while not Path(f"rank{waiting}.json").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if time.monotonic() < deadline:
-            Path("felt").touch()
-
-    report(on_rank([dying, other])(body))
-
-
-def waiter_dies(how: str, worker: str) -> None:
-    """A waiting rank dies or gets a SIGINT, a second before the work ends."""
-    if (int(worker) + 1) % WORLD == RANK:
-        threading.Thread(target=die, args=(how,), daemon=True).start()
-    report(on_rank(int(worker))(lambda: [wait_until(Path("fault_at").exists), time.sleep(1)]))
-
-
-def dies_between_calls(dying: str) -> None:
-    """A rank exits after the first call, and then the others make a second one."""
-    on_rank(0)(int)()
-    if int(dying) == RANK:
-        die("exit")
-    time.sleep(1.5)  # by then, the rank is gone
-    report(on_rank(0, max_wait=timedelta(seconds=4))(int))
-    os._exit(0)  # closing the group may wait for the rank that is gone
-
-
-def waits_in_a_call_of_its_own() -> None:
-    """Each rank waits for the other one, in a call that the other rank does not make.
-
-    Rank 0 starts half a second before rank 1, so it is also the first to look for a mismatch. Each
-    rank exits as soon as it has reported the mismatch.
-    """
-    _outcomes.MISMATCH_CHECK_AFTER = 0.3
-    time.sleep(RANK / 2)
-    report(on_rank(1 - RANK)(int))
-    os._exit(0)
-
-
 def interrupted(worker: str) -> None:
     """The test sends Ctrl-C to all ranks, and none of them catches it."""
     if int(worker) != RANK:
@@ -118,26 +75,6 @@ class SlowToGo:
     def __del__(self) -> None:
         self.touch()
         self.sleep(4)
-
-
-def interrupted_at_once(worker: str) -> None:
-    """Ctrl-C reaches one rank just as it has started the thread that waits for the others.
-
-    The others end while that rank's interpreter is shutting down.
-    """
-    start = threading.Thread.start
-
-    def start_and_raise(thread: threading.Thread) -> None:
-        threading.Thread.start = start  # type: ignore[method-assign]
-        thread.start()
-        raise KeyboardInterrupt
-
-    if int(worker) == RANK:
-        globals()["held"] = SlowToGo()
-        threading.Thread.start = start_and_raise  # type: ignore[method-assign]
-        on_rank(int(worker))(int)()
-    time.sleep(3)
-    os._exit(0)
 
 
 def gives_up(worker: str) -> None:

@@ -1,6 +1,11 @@
-"""Checks that run on every rank, each with its own GPU; test_gpu.py starts the ranks."""
+"""Checks that run on every rank; test_gpu.py starts the ranks.
 
+Each rank has its own GPU. With `--share-gpus`, the ranks share what there is.
+"""
+
+import os
 import runpy
+import sys
 import threading
 import warnings
 from itertools import product
@@ -51,11 +56,15 @@ def assert_same_on_all_ranks(tensor):
     assert all(torch.equal(tensor, other) for other in others)
 
 
-def check_each_rank_has_its_own_gpu():
+def gpu_of(rank):
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def check_each_rank_uses_the_gpu_of_its_local_rank():
     info = initialize_ddp()
-    assert info.device == torch.device("cuda", info.local_rank)
-    assert torch.cuda.current_device() == info.local_rank
-    assert dist.get_backend() == "nccl"
+    assert info.device == gpu_of(info.local_rank)
+    assert torch.cuda.current_device() == info.device.index
+    assert dist.get_backend_config() == "cpu:gloo,cuda:nccl"
 
 
 def check_reductions():
@@ -162,7 +171,7 @@ def check_bfloat16_that_one_gpu_lacks_is_an_error_on_all_ranks():
         Handler(model, optimizer, nn.MSELoss(), precision="bf16")
 
     with patch.object(torch.cuda, "is_bf16_supported", is_supported):
-        assert f"cuda:{last} has no bfloat16" in str(raised(ValueError, make))
+        assert f"{gpu_of(last)} has no bfloat16" in str(raised(ValueError, make))
 
 
 def check_precisions_and_settings():
@@ -204,16 +213,16 @@ def check_a_wrong_device_is_an_error_on_all_ranks():
     """A hard-coded "cuda:0" is right on rank 0 only, which must raise too and not wait."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    if world_size() > 1:
+    if torch.cuda.device_count() > 1:
         error = raised(ValueError, lambda: Handler(model, optimizer, nn.MSELoss(), device="cuda:0"))
         assert "device=cuda:0, but rank 1 of the open group uses cuda:1" in str(error)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        handler = Handler(
-            model, optimizer, nn.MSELoss(), device=f"cuda:{initialize_ddp().local_rank}"
-        )
+        handler = Handler(model, optimizer, nn.MSELoss(), device=str(gpu_of(rank())))
     assert handler.device == initialize_ddp().device
 
 
 if __name__ == "__main__":
+    if "--share-gpus" in sys.argv:
+        os.environ["DDP_SHARE_GPUS"] = "1"
     run_checks(globals())

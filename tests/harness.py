@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 
@@ -21,6 +22,14 @@ MARK = "DDP_TEST_RUN"  # all processes of a run inherit this variable, in any se
 FRESH = "DDP_TEST_FRESH"  # if it is set, warm_start.py starts a fresh interpreter
 LAUNCH_VARIABLES = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
 LAUNCH_NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+
+
+def public_names() -> set[str]:
+    """Return the names that `import ddp_ref` offers, without its modules."""
+    import ddp_ref
+
+    named = vars(ddp_ref).items()
+    return {name for name, value in named if name[0] != "_" and not isinstance(value, ModuleType)}
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def test_allowed_names_are_resolved(name, expected):
         "torch.nn.functional.handle_torch_function",
         "torch.jit.ScriptModule",
         "torch.fx.GraphModule",
-        "ddp_ref.workers.serialization.loads",
+        "ddp_ref.workers.process.loads",
         "ddp_ref.run_ranks",
         "ddp_ref.workers.process.subprocess.Popen",
         "ddp_ref.workers.run_ranks.Worker",

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from harness import ROOT, SCRIPTS, Running, free_port, run, torchrun, wait_until
+from rank_checks import checks
 from training_job import job
 
 from ddp_ref import Callback, run_ranks
@@ -266,6 +267,38 @@ def test_mig_slices_of_one_card_run_on_the_cpu(tmp_path):
     assert ended.stderr.count(warning) == 1, ended.stderr
 
 
+ON_ONE_GPU = """
+import os, sys, torch
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+if HOSTS[rank]:
+    os.environ["NCCL_HOSTID"] = HOSTS[rank]
+try:
+    dist.init_process_group("nccl", device_id=torch.device("cuda:0"))
+    total = torch.tensor(rank + 1, device="cuda:0")
+    dist.all_reduce(total)
+    sys.stdout.write(f"{total.item()}\\n")
+    dist.destroy_process_group()
+except dist.DistBackendError as error:
+    sys.stdout.write(str(error).splitlines()[-1] + "\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "shown"),
+    [
+        pytest.param(["", ""], "Duplicate GPU detected : rank 0 and rank 1 both on", id="none"),
+        pytest.param(["a", "a"], "Duplicate GPU detected : rank 0 and rank 1 both on", id="equal"),
+        pytest.param(["a", "b"], "3", id="different"),
+    ],
+)
+def test_nccl_refuses_two_ranks_on_one_gpu_unless_their_host_ids_differ(tmp_path, hosts, shown):
+    (tmp_path / "ranks.py").write_text(ON_ONE_GPU.replace("HOSTS", repr(hosts)))
+    ended = run(*torchrun(2, "ranks.py"), cwd=tmp_path)
+    assert [line.startswith(shown) for line in ended.stdout.splitlines()] == [True] * 2, ended
+    assert ended.code == 0
+
+
 PAGE = "# A page\n<!-- begin of the report -->\nold\n<!-- end of the report -->\nThe rest.\n"
 
 
@@ -284,6 +317,8 @@ def test_the_report_is_written_into_the_page(tmp_path):
     )
     assert re.findall(r"### (\S+)\n\n\d+ s, passed", text) == parts
     assert "x FakeGPU with 16 GiB" in text and "no hidden wait for the GPU in 10 steps on" in text
+    assert "It ran on one rank, and on two ranks that share the GPU." in text
+    assert f"{2 * len(checks('gpu_checks.py'))} passed" in text
     assert "| Handler |" in text and "characters a second" in text
     assert "a step of a tiny GPT, 4 x 32 tokens" in text and "Left out: compiled" in text
 

@@ -15,7 +15,6 @@ from harness import Running, free_port, run, torchrun, wait_until
 
 SCRIPT = Path(__file__).with_name("fault_ranks.py")
 EVERY = [(world, worker) for world in (2, 3) for worker in range(world)]
-ENDS = {"SIGKILL": -signal.SIGKILL, "exit": 9}
 
 
 @contextmanager
@@ -42,85 +41,24 @@ def cross(sample: list[tuple], *lists: object) -> list:
     return [pytest.param(*c, marks=() if c in sample else pytest.mark.full) for c in every]
 
 
-@pytest.mark.parametrize(
-    ("world", "worker", "how"),
-    cross([(3, 0, "SIGKILL"), (3, 1, "exit"), (2, 1, "SIGKILL")], EVERY, ENDS),
-)
-def test_a_rank_that_dies_at_work_is_named_on_all_others_within_5_seconds(
-    world, worker, how, tmp_path
-):
-    with ranks(world, tmp_path, "dies", how, worker) as started:
-        codes = [rank.wait().code for rank in started]
-    died_at = float((tmp_path / "fault_at").read_text())
-    for rank in set(range(world)) - {worker}:
-        (error,) = seen(tmp_path, rank)
-        assert error["type"] == "RuntimeError"
-        assert f"rank {worker} died or left before the end of" in error["text"]
-        assert error["at"] - died_at < 5
-    assert codes == [ENDS[how] if rank == worker else 0 for rank in range(world)]
+@pytest.mark.parametrize("dying", [0, 1])
+def test_under_torchrun_the_death_of_any_rank_ends_all_of_them(dying, tmp_path):
+    """Rank 0 works, and the others wait."""
+    started = time.monotonic()
+    result = run(*torchrun(3, SCRIPT, "one_dies", str(dying)), cwd=tmp_path)
+    assert result.code == 1 and "SIGKILL" in result.stderr.upper()
+    assert time.monotonic() - started < 50  # the work would take 60 seconds
 
 
 @pytest.mark.parametrize(("world", "worker"), cross([(3, 2)], EVERY))
 def test_sigint_during_the_work_raises_keyboard_interrupt_on_all_ranks(world, worker, tmp_path):
-    with ranks(world, tmp_path, "dies", "SIGINT", worker) as started:
+    with ranks(world, tmp_path, "gets_sigint", worker) as started:
         assert [rank.wait().code for rank in started] == [0] * world
     for rank in range(world):
         (error,) = seen(tmp_path, rank)
         assert error["type"] == "KeyboardInterrupt"
         assert f"raised on rank {worker}" in error["text"]
         assert error["at"] - float((tmp_path / "fault_at").read_text()) < 5
-
-
-@pytest.mark.parametrize(("worker", "how"), cross([(1, "SIGKILL")], [(0,), (1,), (2,)], ENDS))
-def test_a_death_is_reported_while_another_rank_still_works(worker, how, tmp_path):
-    with ranks(3, tmp_path, "dies_among_workers", how, worker) as started:
-        codes = [rank.wait().code for rank in started]
-    other, waiting = (worker + 1) % 3, (worker + 2) % 3
-    errors = {rank: seen(tmp_path, rank)[0] for rank in (other, waiting)}
-    assert all(f"rank {worker} died" in error["text"] for error in errors.values())
-    assert (tmp_path / "felt").exists()
-    assert (codes[other], codes[waiting]) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("world", "worker", "how"),
-    cross([(2, 0, "SIGKILL"), (3, 1, "SIGINT")], EVERY, [*ENDS, "SIGINT"]),
-)
-def test_the_working_rank_names_a_waiting_rank_that_dies_or_leaves(world, worker, how, tmp_path):
-    with ranks(world, tmp_path, "waiter_dies", how, worker) as started:
-        codes = [rank.wait().code for rank in started]
-    gone = (worker + 1) % world
-    (error,) = seen(tmp_path, worker)
-    assert error["type"] == "RuntimeError" and f"rank {gone} died or left" in error["text"]
-    assert codes[gone] == ENDS.get(how, 0) and codes[worker] == 0
-    if how == "SIGINT":  # raised at once, not when the work ended
-        (interrupt,) = seen(tmp_path, gone)
-        assert interrupt["type"] == "KeyboardInterrupt" and interrupt["at"] < error["at"]
-
-
-def test_a_rank_that_sees_a_mismatch_leaves_only_when_the_others_have_seen_it(tmp_path):
-    with ranks(2, tmp_path, "waits_in_a_call_of_its_own") as started:
-        assert [rank.wait().code for rank in started] == [0, 0]
-    for rank in range(2):
-        (error,) = seen(tmp_path, rank)
-        first = error["text"].splitlines()[0]
-        assert f"rank {1 - rank} is in builtins.int on rank {rank} (call 1), rank {rank} " in first
-
-
-@pytest.mark.full
-def test_with_lazy_connections_one_early_call_makes_later_deaths_known(tmp_path):
-    """docs/growth.md tells large jobs to make this call.
-
-    Without it, ranks 0 and 3 of 8 have not connected yet, and rank 0 sometimes waits for rank 3.
-    """
-    with ranks(8, tmp_path, "dies_between_calls", 3, TORCH_GLOO_LAZY_INIT=1) as started:
-        codes = [rank.wait().code for rank in started]
-    assert codes == [9 if rank == 3 else 0 for rank in range(8)]
-    died_at = float((tmp_path / "fault_at").read_text())
-    for rank in {*range(8)} - {3}:
-        (error,) = seen(tmp_path, rank)
-        assert error["type"] == "RuntimeError" and "rank 3 died or left" in error["text"]
-        assert error["at"] - died_at < 5
 
 
 @pytest.mark.parametrize(("world", "worker"), cross([(3, 0)], EVERY))
@@ -136,21 +74,13 @@ def test_ctrl_c_ends_all_ranks_cleanly(world, worker, tmp_path):
 
 
 @pytest.mark.parametrize(("world", "worker"), cross([(2, 0)], EVERY))
-def test_ctrl_c_at_the_start_of_a_wait_ends_the_rank_cleanly(world, worker, tmp_path):
-    with ranks(world, tmp_path, "interrupted_at_once", worker) as started:
-        results = [rank.wait(20) for rank in started]
-    assert results[worker].code == -signal.SIGINT, results[worker]
-
-
-@pytest.mark.parametrize(("world", "worker"), cross([(2, 0)], EVERY))
 def test_a_rank_that_gives_up_waiting_exits_cleanly(world, worker, tmp_path):
     with ranks(world, tmp_path, "gives_up", worker) as started:
         results = [rank.wait() for rank in started]
     for rank in set(range(world)) - {worker}:
         assert results[rank].code == 1, results[rank]
-        assert "has not ended within max_wait=0:00:00.500000" in results[rank].stderr
-    (error,) = seen(tmp_path, worker)
-    assert error["type"] == "RuntimeError" and "died or left" in error["text"]
+        assert f": rank {worker} not ready within max_wait=0:00:00.5" in results[rank].stderr
+    assert results[worker].code == 0, results[worker]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +94,9 @@ def test_work_may_be_longer_than_the_timeout(world, worker, how, tmp_path):
         assert [r["text"] for r in seen(tmp_path, rank)] == [repr(how), f"'usable by {world}'"]
 
 
-@pytest.mark.parametrize(("world", "worker"), cross([(3, 1)], EVERY))
+@pytest.mark.parametrize(("world", "worker"), cross([(3, 1)], [(2, 1), (3, 1), (3, 2)]))
 def test_a_stopped_rank_is_waited_for_unless_max_wait_is_set(world, worker, tmp_path):
+    """A stopped rank 0 would stop the store, too."""
     others = sorted(set(range(world)) - {worker})
     with ranks(world, tmp_path, "stopped", worker) as started:
         for number in range(3):
@@ -182,15 +113,10 @@ def test_a_stopped_rank_is_waited_for_unless_max_wait_is_set(world, worker, tmp_
         assert [rank.wait().code for rank in started] == [0] * world
     for rank in others:
         first, second, collective = seen(tmp_path, rank)
-        assert first["type"] == "TimeoutError" and f"waiting for rank {worker}" in first["text"]
+        assert first["type"] == "TimeoutError" and f": rank {worker} not ready" in first["text"]
         assert second["text"] == "'second'"
         assert collective["type"] is not None  # the all-reduce, after the group's timeout
     assert [result["text"] for result in seen(tmp_path, worker)[:2]] == ["'first'", "'second'"]
-
-
-def test_under_torchrun_a_death_ends_all_ranks_and_leaves_no_process(tmp_path):
-    result = run(*torchrun(3, SCRIPT, "dies", "SIGKILL", "1"), cwd=tmp_path)
-    assert result.code == 1 and "SIGKILL" in result.stderr.upper()
 
 
 def reports(folder: Path, rank: int) -> list[dict]:

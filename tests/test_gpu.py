@@ -292,8 +292,13 @@ def test_a_gpu_that_only_emulates_bfloat16_is_refused(monkeypatch):
 # ---------------------------------------------------------------- ranks
 
 
+LAUNCHES = [on_ranks("gpu_checks.py", GPUS)]
+if GPUS == 1:
+    LAUNCHES.append(on_ranks("gpu_checks.py", 2, "--share-gpus"))
+
+
 @pytest.mark.parametrize("name", checks("gpu_checks.py"))
-@pytest.mark.parametrize("launch", [on_ranks("gpu_checks.py", max(GPUS, 1))])
+@pytest.mark.parametrize("launch", LAUNCHES)
 def test_on_ranks(launch, name):
     check_passes(launch, name)
 
@@ -318,7 +323,7 @@ def run_ranks_of(tmp_path, nproc, body=PRINT_DEVICE, **env):
 
 def test_an_open_group_is_closed_at_exit_without_a_warning(tmp_path):
     shown, errors, code = run_ranks_of(tmp_path, GPUS)
-    assert shown == [f"{rank} on cuda:{rank} by nccl" for rank in range(GPUS)]
+    assert shown == [f"{rank} on cuda:{rank} by cpu:gloo,cuda:nccl" for rank in range(GPUS)]
     assert code == 0 and "destroy_process_group" not in errors, errors
 
 
@@ -351,7 +356,8 @@ def test_ranks_that_see_only_their_own_gpu(tmp_path):
     shown, errors, code = run_ranks_of(
         tmp_path, 2, ONE_VISIBLE.replace("WHICH", f'{SEEN}[int(os.environ["LOCAL_RANK"])]')
     )
-    assert shown == ["0 on cuda:0 by nccl", "1 on cuda:0 by nccl"] and code == 0, errors
+    assert shown == [f"{rank} on cuda:0 by cpu:gloo,cuda:nccl" for rank in (0, 1)], errors
+    assert code == 0, errors
 
 
 @two_gpus
@@ -359,6 +365,38 @@ def test_ranks_that_share_one_gpu_run_on_the_cpu(tmp_path):
     shown, errors, _ = run_ranks_of(tmp_path, 2, ONE_VISIBLE.replace("WHICH", repr(SEEN[0])))
     assert shown == ["0 on cpu by gloo", "1 on cpu by gloo"]
     assert errors.count("1 GPU for 2 ranks: running on the CPU") == 1
+
+
+ALL_REDUCE = """
+import torch
+total = torch.tensor(info.rank + 1, device=info.device)
+dist.all_reduce(total)
+assert total.item() == 3
+"""
+
+
+def test_ranks_share_one_gpu_if_asked_to(tmp_path):
+    env = {"CUDA_VISIBLE_DEVICES": SEEN[0], "DDP_SHARE_GPUS": "1"}
+    shown, errors, code = run_ranks_of(tmp_path, 2, PRINT_DEVICE + ALL_REDUCE, **env)
+    assert shown == [f"{rank} on cuda:0 by cpu:gloo,cuda:nccl" for rank in (0, 1)], errors
+    assert code == 0, errors
+
+
+DISAGREE = """
+import os, sys
+from ddp_ref import initialize_ddp
+rank = os.environ["RANK"]
+try:
+    initialize_ddp(share_gpus=rank == "0")
+except RuntimeError as error:
+    sys.stdout.write(f"{rank} on error: {error}\\n")
+"""
+
+
+def test_share_gpus_that_differs_is_an_error_on_all_ranks(tmp_path):
+    shown, errors, code = run_ranks_of(tmp_path, 2, DISAGREE, CUDA_VISIBLE_DEVICES=SEEN[0])
+    assert [line.split()[0] for line in shown] == ["0", "1"] and code == 0, errors
+    assert all(word in line for line in shown for word in ("share_gpus", "True", "False")), shown
 
 
 # ---------------------------------------------------------------- workers and doctor

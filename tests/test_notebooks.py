@@ -9,11 +9,9 @@ from pathlib import Path
 import jupytext
 import nbformat
 import pytest
-from harness import ROOT
+from harness import ROOT, public_names
 from lesson import hide_gpus
 from lesson.sources import changed_lines, diff_text, find_hunks
-
-import ddp_ref
 
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(source.stem for source in FOLDER.glob("[0-9][0-9]_*.md"))
@@ -206,7 +204,7 @@ def test_one_switch_shows_the_gpus_to_the_chapters(monkeypatch):
 def test_chapter_14_names_everything_that_the_package_exports():
     text = text_of(executed(chapter("14")).cells, "markdown")
     named = set(re.findall(r"`(\w+)", text))  # `Handler.train` names Handler
-    assert not set(ddp_ref.__all__) - named
+    assert not public_names() - named
 
 
 def test_only_the_listed_outputs_are_not_compared():

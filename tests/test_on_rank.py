@@ -5,11 +5,9 @@ import inspect
 import os
 import pickle
 import random
-import resource
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,8 +24,7 @@ from ddp_ref import (
     reduce_sum,
     run_ranks,
 )
-from ddp_ref._outcomes import pack_exception, unpack_exception
-from ddp_ref.decorators import on_rank, rank_first
+from ddp_ref.decorators import on_rank, pack_exception, rank_first, unpack_exception
 
 SCRIPT = "on_rank_checks.py"
 
@@ -125,7 +122,7 @@ def test_an_object_whose_call_is_a_generator_is_refused():
 
 @pytest.mark.parametrize("order", [staticmethod, classmethod])
 def test_on_rank_goes_below_staticmethod_and_classmethod(order):
-    with pytest.raises(TypeError, match=f"below @{order.__name__}"):
+    with pytest.raises(TypeError, match="below @classmethod"):
         on_rank(0)(order(lambda: None))
 
 
@@ -141,26 +138,9 @@ def test_a_local_call_cannot_have_a_barrier_of_all_nodes():
         on_rank(0, True, local=True)
 
 
-def test_max_wait_is_a_timedelta():
-    with pytest.raises(TypeError, match="timedelta"):
-        on_rank(0, max_wait=30)
-    with pytest.raises(TypeError, match="above 0"):
+def test_max_wait_is_above_zero():
+    with pytest.raises(ValueError, match="above 0"):
         on_rank(0, max_wait=timedelta(0))
-
-
-def test_a_rank_without_memory_for_a_result_says_so():
-    def work():
-        initialize_ddp()
-        if dist.get_rank() == 1:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, -1))
-        on_rank(0, broadcast=True)(lambda: bytes(2**28))()
-
-    with pytest.raises(
-        RuntimeError,
-        match=r"rank 0 died or left .* or its outcome was lost.*MemoryError",
-    ):
-        run_ranks(work, timeout=timedelta(seconds=60))
 
 
 def test_the_first_pickler_that_keeps_the_exceptions_type_is_used():
@@ -213,7 +193,7 @@ import os, time
 import torch.distributed as dist
 from datetime import timedelta
 from pathlib import Path
-from ddp_ref import _outcomes, cleanup_ddp, initialize_ddp, on_rank, rank_first
+from ddp_ref import cleanup_ddp, initialize_ddp, on_rank, rank_first
 
 info = initialize_ddp(timedelta(seconds=60))
 node = int(os.environ["SLURM_NODEID"])
@@ -278,30 +258,25 @@ if node == 1:
     assert on_rank(0, local=True, broadcast=True)(where)() == (first, 0)
 assert on_rank(0, broadcast=True)(where)() == (0, 0)
 
-# Then all ranks are in different calls: each waits for the next one, or some for their node alone.
-_outcomes.MISMATCH_CHECK_AFTER, _outcomes.LOOK_EVERY, _outcomes.GRACE = 0.3, 0.1, 0.5
-if os.environ["MISTAKE"] == "circle":
-    call = on_rank((info.rank + 1) % info.world_size)(where)
-else:
-    call = on_rank(0, local=info.local_rank == 0)(where)
+# Then each rank waits for the next one.
 try:
-    call()
+    on_rank((info.rank + 1) % info.world_size)(where)()
 except RuntimeError as error:
     assert "the same on_rank and rank_first calls in the same order" in str(error), error
 else:
-    assert os.environ["MISTAKE"] == "local" and sizes[node] == 1  # a node of one waits for nobody
+    raise AssertionError
 cleanup_ddp()
 """
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_ranks", "mistake"),
+    ("nodes", "local_ranks"),
     [
-        pytest.param([0, 1, 0, 1, 0], [0, 0, 1, 1, 2], "circle", id="cyclic"),
-        pytest.param([0, 0, 0, 1], [0, 1, 2, 0], "local", id="3,1", marks=pytest.mark.full),
+        pytest.param([0, 1, 0, 1, 0], [0, 0, 1, 1, 2], id="cyclic"),
+        pytest.param([0, 0, 0, 1], [0, 1, 2, 0], id="3,1", marks=pytest.mark.full),
     ],
 )
-def test_local_ranks(tmp_path, nodes, local_ranks, mistake):
+def test_local_ranks(tmp_path, nodes, local_ranks):
     """Two nodes of a Slurm step, in cyclic placement or with unequal numbers of tasks."""
     sizes = [nodes.count(node) for node in (0, 1)]
     step = {
@@ -312,7 +287,6 @@ def test_local_ranks(tmp_path, nodes, local_ranks, mistake):
         "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, sizes)),
         "FIRST_RANKS": ",".join(str(nodes.index(node)) for node in (0, 1)),
         "LOCAL_SIZES": ",".join(map(str, sizes)),
-        "MISTAKE": mistake,
     }
     script = tmp_path / "local.py"
     script.write_text(LOCAL)

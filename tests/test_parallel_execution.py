@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,13 +17,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import Running, run
+from harness import Running, run, wait_until
 
-from ddp_ref import ParallelExecutor, collectives, parallel_on_all_devices, parallelize_on_gpus
-from ddp_ref.workers import process, serialization
+from ddp_ref import ParallelExecutor, parallel_on_all_devices, parallelize_on_gpus
+from ddp_ref.workers import process
 
 Point = namedtuple("Point", "x y")
 CPU = torch.device("cpu")
+UNUSUAL = [torch.uint16, torch.float8_e4m3fn, torch.complex64]  # plain pickle cannot send the first
 
 
 def _executor(*args, **kwargs) -> ParallelExecutor:
@@ -62,8 +62,7 @@ def test_results_come_back_intact_and_in_device_order(two):
             "worker": os.environ.get("OMP_NUM_THREADS"),
             "nested": [Point((data.to(device) * scale, weight), {"set": {1}}), None],
             "array": np.arange(6).reshape(2, 3),
-            "view": torch.arange(1e7)[-2:],
-            "leaf": torch.ones(3, requires_grad=True)[:2],
+            "dtypes": [torch.ones(2).to(dtype) for dtype in UNUSUAL],
             "shared": [whole, whole.view(2, 3)],
         }
 
@@ -76,12 +75,10 @@ def test_results_come_back_intact_and_in_device_order(two):
         assert (weight.dtype, weight.shape, weight.requires_grad) == (torch.bfloat16, (2, 3), True)
         assert weight.grad is None and result["made"].grad_fn is None
         assert result["array"].tolist() == [[0, 1, 2], [3, 4, 5]]
-        assert result["leaf"].requires_grad and not result["view"].requires_grad
+        assert [tensor.dtype for tensor in result["dtypes"]] == UNUSUAL
         whole, matrix = result["shared"]
         whole[5] = 1
         assert matrix[1, 2] == 1
-        assert result["view"].tolist() == [9999998.0, 9999999.0]
-        assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB of the whole tensor
     pids = _pids(two)
     assert len({*pids, os.getpid()}) == 3
 
@@ -166,87 +163,15 @@ def test_an_exception_keeps_its_type_and_the_workers_live_on(two):
     assert _pids(two) == before
 
 
-@pytest.mark.usefixtures("wait_for_both")
-def test_a_result_that_cannot_be_unpickled_names_its_worker(two):
-    class Broken:
-        def __reduce__(self):
-            return int, ("not a number",)
-
-    before = _pids(two)
-    with pytest.raises(
-        TypeError, match=r"result of worker \d on cpu cannot be unpickled: ValueError"
-    ):
-        two.run(lambda device: Broken())
-    assert _pids(two) == before
-
-
-@pytest.mark.usefixtures("wait_for_both")
-def test_an_exception_is_freed_without_the_garbage_collector(two):
-    """A reference cycle would keep the results of the other devices in memory."""
-
-    class Local(ValueError):  # unlike ValueError, it can have weak references
-        pass
-
-    def fail(device):
-        raise Local
-
-    gc.disable()
-    try:
-        two.run(fail)
-    except Local as error:
-        freed = weakref.ref(error)
-    finally:
-        gc.enable()
-    assert freed() is None
-
-
-def test_an_executor_that_is_dropped_leaves_neither_process_nor_thread():
-    threads = set(threading.enumerate())
+def test_an_executor_that_is_dropped_leaves_no_process():
     executor = _executor(1)
     (pid,) = _pids(executor)
-    (thread,) = set(threading.enumerate()) - threads
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)  # subprocess warns that it still runs
         del executor
         gc.collect()
     with suppress(ChildProcessError):  # Popen may already have collected its exit code
         os.waitpid(pid, 0)
-    thread.join(30)
-    assert not thread.is_alive()
-
-
-@pytest.mark.parametrize(
-    ("device", "gpus", "arrives"),
-    [
-        ("cpu", 2, "cpu"),
-        ("cuda", 2, "cuda"),  # an argument arrives on the worker's own GPU, the current one
-        ("cuda", 0, "cpu"),  # an argument arrives on a rank that sees no GPU
-        ("cuda:1", 2, "cuda:1"),  # a result keeps its GPU
-        ("cuda:1", 1, "cpu"),  # a result from a GPU that is not visible here
-    ],
-)
-def test_where_a_tensor_arrives(device, gpus, arrives, monkeypatch):
-    moved = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or self)
-    assert bytes(collectives._restore(bytearray(b"abc"), device)) == b"abc"
-    assert [*map(str, moved)] == [arrives]
-
-
-def test_an_argument_goes_to_the_current_gpu_and_a_result_to_its_own(monkeypatch):
-    """A result is pickled for the device of each tensor, an argument for the current device."""
-    sent = []
-
-    def reduce_storage(storage, device=None):
-        sent.append(device)
-        return torch.UntypedStorage, (storage.nbytes(),)
-
-    monkeypatch.setattr(serialization, "reduce_storage", reduce_storage)
-    value = {"nested": [torch.ones(2), torch.nn.Linear(1, 1)]}
-    for keep_device, devices in [(True, ["cpu"] * 3), (False, [])]:
-        sent.clear()
-        serialization.dumps("the value", value, keep_device)
-        assert sent == devices
 
 
 def test_a_dead_worker_is_named_and_replaced(tmp_path):
@@ -273,18 +198,7 @@ def test_a_dead_worker_is_named_and_replaced(tmp_path):
         assert again[0] != first and again[1] == second
 
 
-def test_a_slow_device_is_not_waited_for_when_another_fails(tmp_path):
-    def work(device):
-        (tmp_path / str(os.getpid())).touch()
-        if len(list(tmp_path.iterdir())) == 1:
-            os.system("sleep 1000")
-        raise ValueError("the fast one")
-
-    with _executor(2) as executor, pytest.raises(ValueError, match="the fast one"):
-        executor.run(work)
-
-
-@pytest.mark.parametrize("num_gpus", [0, -1, 1.5, "2"])
+@pytest.mark.parametrize("num_gpus", [0, -1, 1.5, "2", print])  # the last: without parentheses
 def test_a_bad_number_of_gpus_is_refused(num_gpus):
     with pytest.raises(ValueError, match="num_gpus must be None or an integer of at least 1"):
         ParallelExecutor(num_gpus)
@@ -296,14 +210,6 @@ def test_more_gpus_than_there_are_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="num_gpus=2, but 1 CUDA devices are visible"):
         ParallelExecutor(2)
-
-
-def test_the_decorator_without_parentheses_is_refused():
-    with pytest.raises(ValueError, match="num_gpus must be None or an integer"):
-
-        @parallelize_on_gpus
-        def forgotten(device):
-            pass
 
 
 @pytest.mark.parametrize("num_gpus", [None, 3])
@@ -424,21 +330,16 @@ def _start(folder: Path, *lines: str) -> Running:
     return Running(sys.executable, "script.py", cwd=folder)
 
 
-def _wait_until_busy(running: Running, folder: Path) -> None:
-    deadline = time.monotonic() + 90
-    while len(list(folder.glob("ready-*"))) < 2:
-        assert time.monotonic() < deadline and running.process.poll() is None, running.text()
-        time.sleep(0.05)
+def _wait_until_busy(folder: Path) -> None:
+    wait_until(lambda: len(list(folder.glob("ready-*"))) == 2, 90)
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
-def test_an_interrupt_ends_the_call_and_the_executor_can_be_used_again(tmp_path, whole_group):
+def test_an_interrupt_ends_the_call_and_the_executor_can_be_used_again(tmp_path):
     lines = ["try:", "    executor.run(work)", "except KeyboardInterrupt:", "    print('felt')"]
     again = ["print(executor.run(lambda device: 'again'))"]
     with _start(tmp_path, *lines, *again) as running:  # no close(): the exit ends the workers
-        _wait_until_busy(running, tmp_path)
-        pid = running.process.pid
-        os.killpg(pid, signal.SIGINT) if whole_group else os.kill(pid, signal.SIGINT)
+        _wait_until_busy(tmp_path)
+        os.kill(running.process.pid, signal.SIGINT)
         running.wait_for("felt", timeout=30)
         result = running.wait()
         assert (result.stdout, result.code) == ("felt\n['again', 'again']\n", 0), result.stderr
@@ -448,12 +349,9 @@ def test_an_interrupt_ends_the_call_and_the_executor_can_be_used_again(tmp_path,
 def test_no_worker_outlives_a_parent_that_is_killed(tmp_path, doing):
     first = "executor.run(lambda device: Path(f'ready-{os.getpid()}').touch())"
     with _start(tmp_path, first, doing) as running:
-        _wait_until_busy(running, tmp_path)
+        _wait_until_busy(tmp_path)
         running.process.kill()
-        deadline = time.monotonic() + 30
-        while running.processes():
-            assert time.monotonic() < deadline, running.processes()
-            time.sleep(0.05)
+        wait_until(lambda: not running.processes())
 
 
 def test_calls_from_two_threads_take_turns(two):
@@ -471,24 +369,3 @@ def test_an_executor_closed_during_a_call_raises_and_can_be_used_again():
             executor.run(time.sleep, 1000)
         closing.join()
         assert executor.run(abs, -2) == [2]
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # Python 3.12+
-def test_a_forked_process_needs_its_own_executor(two):
-    """With the parent's executor, a fork could talk to its workers in the middle of a call."""
-    pids = _pids(two)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            two.close()
-            two.run(abs, 1)
-        except RuntimeError as error:
-            os.write(writer, str(error).encode())
-        finally:
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert "create one here" in os.read(reader, 1000).decode()
-    os.close(reader)
-    os.close(writer)
-    assert _pids(two) == pids  # the parent's workers are still there

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Running, run, without_gloo
+from harness import Running, run, wait_until, without_gloo
 
 from ddp_ref import run_ranks
 from ddp_ref.initialize import initialize_ddp
@@ -37,7 +37,6 @@ def test_ranks_meet_and_their_results_come_back_intact(capfd):
             "info": tuple(info),
             "total": total,
             "nested": [Point((weight, weight.detach().t()), {"extra": extra}), points],
-            "view": torch.arange(1e7)[-2:],
             "half of the graph": weight * 2,
         }
 
@@ -52,8 +51,6 @@ def test_ranks_meet_and_their_results_come_back_intact(capfd):
         weight, turned = point.x
         assert weight.dtype == torch.bfloat16 and weight.shape == (2, 3) and weight.requires_grad
         assert turned.shape == (3, 2) and turned.stride() == (1, 3) and not turned.requires_grad
-        assert result["view"].tolist() == [9999998.0, 9999999.0]
-        assert result["view"].untyped_storage().nbytes() == 8  # not the 40 MB of the whole tensor
         assert result["half of the graph"].requires_grad and result["half of the graph"].is_leaf
     assert dict(os.environ) == before
     assert capfd.readouterr().err == ""  # closing the open groups prints nothing
@@ -91,14 +88,9 @@ def test_ranks_get_torchruns_variables_and_none_of_an_outer_launch(monkeypatch):
 
     results = run_ranks(variables, "env", nproc=2, timeout=LIMIT)
     for rank, (environ, argv, folder, threads) in enumerate(results):
-        mine = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0}
-        sizes = {
-            "WORLD_SIZE": 2,
-            "LOCAL_WORLD_SIZE": 2,
-            "ROLE_WORLD_SIZE": 2,
-            "GROUP_WORLD_SIZE": 1,
-        }
-        assert {name: int(environ[name]) for name in mine | sizes} == mine | sizes
+        expected = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
+        expected |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 1}
+        assert {name: int(environ[name]) for name in expected} == expected
         assert environ["MASTER_ADDR"] == "127.0.0.1" and int(environ["MASTER_PORT"]) > 1024
         assert environ["MASTER_PORT"] == results[0][0]["MASTER_PORT"]
         assert environ["LOCAL_SCRATCH"] == "kept"
@@ -120,32 +112,13 @@ def test_explicit_arguments_of_initialize_ddp_work_too():
     assert run_ranks(join, timeout=LIMIT) == [(0, 2), (1, 2)]
 
 
-class TwoArguments(Exception):
-    def __init__(self, one, two):
-        super().__init__(f"{one} and {two}")
-
-
-def _raise_local():
-    class Local(ValueError):
-        pass
-
-    raise Local("of a local class")
-
-
-def _raise_two():
-    raise TwoArguments(1, 2)
-
-
 def _raise_base():
     raise CancelledError("said so")
 
 
 FAULTS = {
     "exception": (lambda: {}["key"], KeyError, "key"),
-    "local class": (_raise_local, ValueError, "of a local class"),
-    "two arguments": (_raise_two, RuntimeError, "TwoArguments: 1 and 2"),
     "BaseException": (_raise_base, CancelledError, "said so"),
-    "unpicklable": (lambda: (n for n in ()), TypeError, "the result cannot be pickled"),
     "SIGINT": (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, ""),
     "SIGKILL": (lambda: os.kill(os.getpid(), 9), RuntimeError, "rank {} was killed by SIGKILL"),
     "_exit": (lambda: os._exit(3), RuntimeError, "rank {} exited with code 3"),
@@ -251,20 +224,18 @@ def test_a_child_that_a_rank_leaves_behind_is_killed_and_does_not_hide_its_end(e
             psutil.Process(child).wait(timeout=30)
 
 
-@pytest.mark.parametrize(
-    ("end", "code"), [(lambda: None, 0), (lambda: sys.exit(4), 4), (lambda: os.read(-1, 1), 1)]
-)
-def test_a_forked_child_of_a_rank_exits_when_the_function_ends_there(end, code, monkeypatch):
+def test_a_forked_child_of_a_rank_ends_with_the_function_and_sends_nothing(monkeypatch):
     # With four threads, torch crashes a forked child that exits, even without our package.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def work():
         child = os.fork()
-        if child == 0:
-            return end()
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if child:
+            os.waitpid(child, 0)
+        return child
 
-    assert run_ranks(work, nproc=1, timeout=LIMIT) == [code]
+    (child,) = run_ranks(work, nproc=1, timeout=LIMIT)
+    assert child > 0
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
@@ -284,6 +255,18 @@ def test_a_stopped_rank_does_not_hide_another_ranks_failure(stopped, tmp_path, m
 
     with pytest.raises(Nothing):  # although the other rank has not even read its request
         run_ranks(work, torch.zeros(10_000_000), timeout=LIMIT)
+
+
+def test_a_rank_that_has_returned_leaves_and_its_peers_notice():
+    """They would wait for it in vain: it does not take part in their next collective."""
+
+    def work():
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match="onnection"):
+                dist.all_reduce(torch.ones(1))
+
+    run_ranks(work, timeout=timedelta(seconds=60))
 
 
 def test_run_ranks_keeps_to_its_timeout_whatever_the_ranks_do(capfd):
@@ -341,49 +324,6 @@ def test_simultaneous_launches_do_not_clash(count):
         assert list(pool.map(_launch, range(count))) == [[2 * n, 2 * n] for n in range(count)]
 
 
-SCRIPT = """
-import multiprocessing, os, torch.distributed as dist
-from collections import namedtuple
-from ddp_ref import run_ranks
-from ddp_ref.initialize import initialize_ddp
-
-print("the script runs")
-Mine = namedtuple("Mine", "rank")
-
-class Wrong(Exception):
-    pass
-
-def work():
-    initialize_ddp()
-    found = [None, None]
-    dist.all_gather_object(found, Mine(dist.get_rank()))
-    return found, os.getppid()
-
-def fail():
-    raise Wrong(os.environ["RANK"])
-
-assert run_ranks(work) == [([Mine(0), Mine(1)], os.getpid())] * 2
-try:
-    run_ranks(fail)
-except Wrong as error:
-    print("Wrong is Wrong")
-assert multiprocessing.get_start_method(allow_none=True) is None
-"""
-
-
-def test_a_script_needs_no_guard_and_keeps_its_start_method(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "tempfile.py").write_text("raise SystemExit('not the standard library')")
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub/script.py").write_text(SCRIPT)
-    result = run(sys.executable, "sub/script.py", cwd=tmp_path)
-    assert (result.stdout, result.stderr, result.code) == (
-        "the script runs\nWrong is Wrong\n",
-        "",
-        0,
-    )
-
-
 BLOCKED = """
 import os, time, torch, torch.distributed as dist
 from pathlib import Path
@@ -412,17 +352,14 @@ def _start_blocked_ranks(folder: Path, before: str = "") -> Running:
     return Running(sys.executable, "script.py", cwd=folder)
 
 
-def _wait_until_blocked(running: Running, folder: Path) -> None:
-    deadline = time.monotonic() + 90
-    while not all((folder / f"ready-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline and running.process.poll() is None, running.text()
-        time.sleep(0.05)
+def _wait_until_blocked(folder: Path) -> None:
+    wait_until(lambda: len(list(folder.glob("ready-*"))) == 2, 90)
 
 
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_an_interrupt_ends_all_ranks(tmp_path, whole_group):
     with _start_blocked_ranks(tmp_path) as running:
-        _wait_until_blocked(running, tmp_path)
+        _wait_until_blocked(tmp_path)
         pid = running.process.pid
         os.killpg(pid, signal.SIGINT) if whole_group else os.kill(pid, signal.SIGINT)
         result = running.wait(timeout=30)
@@ -445,21 +382,15 @@ threading.Thread(target=hold, daemon=True).start()
 """
 
 
-@pytest.mark.parametrize("before", ["", HOLDER], ids=["alone", "after a fork"])
-def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, before):
-    with _start_blocked_ranks(tmp_path, before) as running:
-        _wait_until_blocked(running, tmp_path)
+def test_no_rank_outlives_a_parent_that_is_killed_after_a_fork(tmp_path):
+    with _start_blocked_ranks(tmp_path, HOLDER) as running:
+        _wait_until_blocked(tmp_path)
         holder = tmp_path / "holder"
-        while before and not (holder.exists() and holder.read_text()):
-            time.sleep(0.05)
-        kept = {int(holder.read_text())} if before else set()
+        wait_until(lambda: holder.exists() and holder.read_text())
+        kept = int(holder.read_text())
         running.process.kill()
-        deadline = time.monotonic() + 30
-        while {process.pid for process in running.processes()} != kept:
-            assert time.monotonic() < deadline, running.processes()
-            time.sleep(0.05)
-        for pid in kept:
-            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: {process.pid for process in running.processes()} == {kept})
+        os.kill(kept, signal.SIGKILL)
 
 
 SCRIPT_OF_CLASSES = """
@@ -488,8 +419,10 @@ for func in (gather, torch.no_grad()(gather), functools.partial(gather), Job(), 
 
 
 def test_classes_of_the_script_are_found_through_decorators_partials_and_objects(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT_OF_CLASSES)
-    result = run(sys.executable, "script.py", cwd=tmp_path)
+    (tmp_path / "tempfile.py").write_text("raise SystemExit('not the standard library')")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/script.py").write_text(SCRIPT_OF_CLASSES)
+    result = run(sys.executable, "sub/script.py", cwd=tmp_path)
     assert result.code == 0, result.stderr
 
 
@@ -513,32 +446,29 @@ run_ranks(stuck)
 def test_a_stopped_or_blocked_rank_dies_when_its_parent_is_killed(tmp_path, how):
     (tmp_path / "script.py").write_text(STUCK)
     with Running(sys.executable, "script.py", how, cwd=tmp_path) as running:
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: len(list(tmp_path.glob("rank*"))) == 2)
         time.sleep(0.2)
         running.process.kill()
         running.wait()  # on leaving, Running asserts that no rank is left
 
 
-def test_output_that_cannot_be_encoded_does_not_hide_the_results(tmp_path):
-    code = "from ddp_ref import run_ranks; print(run_ranks(lambda: print('caf\\xe9') or 1))"
-    env = {"PYTHONIOENCODING": "ascii"}
-    result = run(sys.executable, "-c", code, cwd=tmp_path, env=env)
-    assert result.code == 0, result.stderr
-    assert result.stdout == "[rank 0] caf\\xe9\n[rank 1] caf\\xe9\n[1, 1]\n"
-
-
-@pytest.mark.parametrize("closing", ["sys.stdout.close()", "sys.stdout = open('/dev/full', 'w')"])
-def test_a_closed_or_full_stdout_loses_no_result_and_hides_no_error(tmp_path, closing):
+@pytest.mark.parametrize(
+    "closing",
+    [
+        "sys.stdout.close()",
+        "sys.stdout = open('/dev/full', 'w')",
+        "sys.stdout.reconfigure(encoding='ascii')",
+    ],
+)
+def test_a_stdout_that_cannot_print_loses_no_result_and_hides_no_error(tmp_path, closing):
     code = f"""if True:
         import sys, warnings
         from ddp_ref import run_ranks
         warnings.simplefilter("always")
         {closing}
-        results = run_ranks(lambda: print("a line") or 7)
+        results = run_ranks(lambda: print("a liné") or 7)
         try:
-            run_ranks(lambda: print("a line") or {{}}["key"])
+            run_ranks(lambda: print("a liné") or {{}}["key"])
         except KeyError as error:
             print(results, repr(error), file=sys.stderr)
     """

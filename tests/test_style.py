@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import public_names
 
 import ddp_ref
 
@@ -162,7 +163,7 @@ def test_names_that_are_only_used_and_a_functions_own_outcomes_are_allowed() -> 
 
 def exported_functions() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Yield the name, the object and the docstring of each function, class and method exported."""
-    for name in ddp_ref.__all__:
+    for name in sorted(public_names()):
         exported = getattr(ddp_ref, name)
         if not inspect.isclass(exported):
             yield name, exported, exported.__doc__ or ""

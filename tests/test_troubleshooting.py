@@ -92,11 +92,10 @@ OURS = [
     "running on the CPU",
     "nccl needs one per rank",
     "cannot reach the master",
-    "the master does not answer",
+    "the master accepts connections but does not answer",
     "belong together",
-    "every rank must make the same on_rank and rank_first calls",
-    "died or left before the end of",
-    "has not ended within max_wait",
+    "all ranks must make the same on_rank and rank_first calls",
+    "not ready within max_wait",
     "cannot use its process group",
     "is not finite",
     "all ranks must have the same data",
@@ -113,7 +112,7 @@ WITHOUT_HEADING = {
     "Unexpected bus error encountered in worker",
     "NCCL does not support all_reduce with sparse tensors",
     "nccl needs one per rank",
-    "the master does not answer",
+    "the master accepts connections but does not answer",
 }
 
 

@@ -29,7 +29,7 @@ def plain_loop(reduce_loss: bool) -> Callable[[], None]:
 
     The model is made now: DDP compares the ranks' models, and makes them equal, in collectives.
     """
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     model = DDP(torch.nn.Linear(64, 10).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = digits("train")

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ddp_ref.environment import available_cores
+from ddp_ref.launch import available_cores
 
 from .buckets import note_and_reduce
 from .palette import COMMUNICATE, COMPUTE

@@ -2,6 +2,9 @@
  *
  * Every call does its work before it returns. Reductions are done in float64. A missing rank is
  * waited for forever, unless another thread aborts the communicator.
+ *
+ * As the real NCCL does, it refuses two ranks on one card of one host. NCCL_HOSTID names the host,
+ * so ranks with different values can share a card.
  */
 #define _GNU_SOURCE
 #include "fake.h"
@@ -64,11 +67,17 @@ typedef enum {
 #define CHUNK ((size_t)1 << 20)
 #define MAX_RANKS 64
 
+struct place {
+    char host[256]; /* of NCCL_HOSTID */
+    int card;       /* the PCI bus, which MIG slices of one card share */
+};
+
 struct head {
     atomic_int arrived;    /* ranks that wait at the barrier */
     atomic_int generation; /* barriers passed */
     atomic_int members;
     atomic_long full[MAX_RANKS * MAX_RANKS]; /* mailbox [sender * ranks + receiver] */
+    struct place places[MAX_RANKS];
 };
 
 struct ncclComm {
@@ -115,9 +124,44 @@ static int barrier(ncclComm_t comm)
     return 0;
 }
 
-static ncclComm_t join(int ranks, const char *name, int rank)
+static char last_error[160] = "fake nccl";
+
+static struct place own_place(void)
 {
-    ncclComm_t comm = calloc(1, sizeof *comm);
+    struct place own = {0};
+    struct cudaDeviceProp card;
+    const char *host = getenv("NCCL_HOSTID");
+    cudaGetDeviceProperties(&card, current);
+    own.card = card.pciBusID;
+    snprintf(own.host, sizeof own.host, "%s", host ? host : "this host");
+    return own;
+}
+
+static int same_place(const struct place *a, const struct place *b)
+{
+    return a->card == b->card && !strcmp(a->host, b->host);
+}
+
+/* Every rank checks all ranks: one that stayed would wait forever for those that are refused. */
+static ncclResult_t refuse_duplicates(ncclComm_t comm)
+{
+    struct place *places = comm->head->places;
+    for (int a = 0; a < comm->ranks; a++) {
+        for (int b = a + 1; b < comm->ranks; b++) {
+            if (same_place(&places[a], &places[b])) {
+                snprintf(last_error, sizeof last_error,
+                         "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x", a,
+                         b, places[a].card << 12);
+                return ncclInvalidUsage;
+            }
+        }
+    }
+    return ncclSuccess;
+}
+
+static ncclResult_t join(ncclComm_t *result, int ranks, const char *name, int rank)
+{
+    ncclComm_t comm = *result = calloc(1, sizeof *comm);
     comm->rank = rank;
     comm->ranks = ranks;
     comm->device = current;
@@ -133,6 +177,7 @@ static ncclComm_t join(int ranks, const char *name, int rank)
     comm->chunks = memory + head_size;
     comm->mailboxes = comm->chunks + ranks * CHUNK;
 
+    comm->head->places[rank] = own_place();
     comm->head->members++;
     while (comm->head->members < ranks)
         nap();
@@ -143,7 +188,7 @@ static ncclComm_t join(int ranks, const char *name, int rank)
     char text[99];
     snprintf(text, sizeof text, "ncclCommInit rank %d of %d on device %d", rank, ranks, current);
     trace(text);
-    return comm;
+    return refuse_duplicates(comm);
 }
 
 /* A second communicator made from the first one, and a sum with a factor, are not supported. As a
@@ -179,22 +224,19 @@ EXPORT ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 
 EXPORT ncclResult_t ncclCommInitRank(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank)
 {
-    *comm = join(ranks, id.internal, rank);
-    return ncclSuccess;
+    return join(comm, ranks, id.internal, rank);
 }
 
 EXPORT ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int ranks, ncclUniqueId id, int rank,
                                            ncclConfig_t *config)
 {
-    *comm = join(ranks, id.internal, rank);
-    return ncclSuccess;
+    return join(comm, ranks, id.internal, rank);
 }
 
 EXPORT ncclResult_t ncclCommInitRankScalable(ncclComm_t *comm, int ranks, int rank, int id_count,
                                              ncclUniqueId *ids, ncclConfig_t *config)
 {
-    *comm = join(ranks, ids->internal, rank);
-    return ncclSuccess;
+    return join(comm, ranks, ids->internal, rank);
 }
 
 EXPORT ncclResult_t ncclCommFinalize(ncclComm_t comm)
@@ -241,7 +283,7 @@ EXPORT const char *ncclGetErrorString(ncclResult_t result)
 
 EXPORT const char *ncclGetLastError(ncclComm_t comm)
 {
-    return "fake nccl";
+    return last_error;
 }
 
 /* ---- Elements ---- */
