@@ -299,7 +299,7 @@ show(info)
 def test_at_exit_rank_0_keeps_the_store_until_no_rank_needs_it(tmp_path):
     """No rank closes the group itself. Rank 0 does not wait forever for rank 2, which dies."""
     body = """
-initialize.FAREWELL = 8
+initialize.STORE_GRACE = 8
 info = initialize_ddp()
 dist.barrier()
 if info.rank == 2:

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import sys
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 
@@ -35,6 +36,23 @@ SCRIPT = "on_rank_checks.py"
 )
 def test_on_ranks(name, launch):
     check_passes(launch, name)
+
+
+def test_a_group_that_other_code_opens_again_starts_anew(tmp_path):
+    """torchrun's store outlives the group. The fake backend only opens: gloo would not, again."""
+
+    def open_twice():
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - it registers the backend
+
+        rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        for name in "ab":
+            dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+            on_rank(0)(lambda name=name: (time.sleep(0.2), (tmp_path / name).touch()))()
+            assert (tmp_path / name).exists()
+            dist.destroy_process_group()
+
+    run_ranks(open_twice, timeout=timedelta(minutes=1))
 
 
 @pytest.fixture(params=["no group", "a group of one"])

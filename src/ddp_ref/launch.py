@@ -10,7 +10,13 @@ MASTER_NAMES = ("MASTER_ADDR", "MASTER_PORT")
 # The number of processes, from Open MPI, from MPICH and Intel MPI, and from MVAPICH.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # srun sets these, and more, for each task of a step.
-OF_STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
+STEP_NAMES = (
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_STEP_NODELIST",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +91,7 @@ def detect_launch(
     if read_int(env, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _read_launch(_step_variables(env), "slurm", "a Slurm step with several tasks")
     if "SLURM_JOB_ID" not in env or "MASTER_ADDR" in env:
-        _all_set(env, MASTER_NAMES)  # in a job, MASTER_PORT may come alone, for its steps
+        _all_set(env, MASTER_NAMES)  # an sbatch script may export MASTER_PORT alone
     if "SLURM_JOB_ID" in env:
         return LaunchInfo(launcher="none", reason="a Slurm job, but not a step of several tasks")
     return LaunchInfo(launcher="none", reason="no launcher's variables are set")
@@ -167,7 +173,7 @@ def _argument_variables(env: dict[str, str], rank: str, world_size: str) -> dict
 
 def _step_variables(env: dict[str, str]) -> dict[str, str]:
     """Add torchrun's variables, translated from those of one task of an `srun` step."""
-    _all_set(env, OF_STEP, required=True)
+    _all_set(env, STEP_NAMES, required=True)
     tasks = env["SLURM_STEP_NUM_TASKS"]
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", tasks)
     # Slurm writes 2(x3),1 for three nodes with two tasks each and one node with one task.
