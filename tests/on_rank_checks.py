@@ -173,6 +173,8 @@ def check_an_exception_that_cannot_be_unpickled_keeps_its_name_and_text():
             assert type(error.__cause__) is TwoArguments
         local = raised(RuntimeError, fail, Local, "here")  # it cannot be pickled
         assert "Local: here" in str(local)
+        # Longer than the store takes at once; a character may take four bytes.
+        assert "Local: \N{OWL}" in str(raised(RuntimeError, fail, Local, "\N{OWL}" * 2**21))
     assert_group_is_usable()
 
 
@@ -396,10 +398,10 @@ def check_max_wait_ends_the_wait_and_names_the_rank():
             for rank in everyone:
                 if rank != worker:
                     wait_for(f"gave_up.{worker}.{rank}")
-            return "late"
+            return bytes(3 * 2**20)
 
         if me == worker:
-            assert slow() == "late"
+            assert slow() == bytes(3 * 2**20)
         else:
             error = raised(TimeoutError, slow)
             assert f": rank {worker} not ready within max_wait=0:00:00.3" in str(error)

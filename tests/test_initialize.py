@@ -18,8 +18,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
 from harness import Result, Running, free_port, run, torchrun, wait_until
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ddp_ref import (
     DistInfo,
@@ -447,7 +447,7 @@ STEP |= {"PROCID": 1, "LOCALID": 0, "STEP_TASKS_PER_NODE": "1(x2)"}
 def test_the_local_rank_if_other_code_opened_the_group(environ, local_rank, monkeypatch):
     """The launcher knows it if it has this rank. An incomplete set of variables is no error."""
     monkeypatch.setattr(os, "environ", environ)
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     assert initialize_ddp() == (True, 1, local_rank, 2, CPU)
     dist.destroy_process_group()
 
