@@ -10,13 +10,7 @@ MASTER_NAMES = ("MASTER_ADDR", "MASTER_PORT")
 # The number of processes, from Open MPI, from MPICH and Intel MPI, and from MVAPICH.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 # srun sets these, and more, for each task of a step.
-STEP_NAMES = (
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_STEP_NODELIST",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-)
+STEP = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +167,7 @@ def _argument_variables(env: dict[str, str], rank: str, world_size: str) -> dict
 
 def _step_variables(env: dict[str, str]) -> dict[str, str]:
     """Add torchrun's variables, translated from those of one task of an `srun` step."""
-    _all_set(env, STEP_NAMES, required=True)
+    _all_set(env, STEP, required=True)
     tasks = env["SLURM_STEP_NUM_TASKS"]
     text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", tasks)
     # Slurm writes 2(x3),1 for three nodes with two tasks each and one node with one task.
