@@ -315,6 +315,23 @@ if info.rank == 1:
     assert [result.code for result in results] == [0, 0, 9], results
 
 
+def test_a_rank_can_exit_while_rank_0_with_the_store_is_frozen(tmp_path):
+    body = """
+info = initialize_ddp()
+dist.barrier()
+print("open")
+if info.rank == 0:
+    time.sleep(60)
+time.sleep(2)
+"""
+    path, port = script(tmp_path, body), free_port()
+    with ExitStack() as stack:
+        ranks = [start(stack, path, rank, 2, port) for rank in range(2)]
+        ranks[0].wait_for("open")
+        ranks[0].process.send_signal(signal.SIGSTOP)
+        assert ranks[1].wait(20).code == 0
+
+
 @pytest.mark.parametrize("wait", ["for a master", "for a silent master", "for the other ranks"])
 def test_interrupt_while_waiting(tmp_path, wait):
     """Ctrl-C ends the wait within about a second, although the timeout is 60 minutes."""
