@@ -1,6 +1,7 @@
 """A copy of the package works in another project, under another name. It imports little."""
 
 import ast
+import re
 import shutil
 import sys
 import tarfile
@@ -214,9 +215,10 @@ def test_what_pip_installs_is_the_package_alone(tmp_path):
     files = {f"ddp_ref/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")}
     files |= {"ddp_ref/py.typed"}
     assert {name for name in names if ".dist-info/" not in name} == files
-    code = "import ddp_ref; print(ddp_ref.__file__, ddp_ref.__version__)"
-    place, version = do(tools / "python", "-c", code).split()
-    assert tools.parent in Path(place).parents and wheel.name.startswith(f"ddp_ref-{version}-")
+    find = "from importlib.util import find_spec; print(find_spec('ddp_ref').origin)"
+    place = Path(do(tools / "python", "-c", find).strip())
+    version = re.search(r'__version__ = "(.+)"', place.read_text())[1]
+    assert tools.parent in place.parents and wheel.name.startswith(f"ddp_ref-{version}-")
     code = "from importlib.metadata import entry_points as e; print(*e(group='console_scripts'))"
     assert "name='ddp-ref', value='ddp_ref.__main__:main'" in do(tools / "python", "-c", code)
     with tarfile.open(sdist) as files:
