@@ -22,6 +22,7 @@ MESSAGES = {  # what a reader pastes, and the heading that must come first (None
     "device-side assert": "device-side-assert",
     "Bus error": "bus-error",
     "/dev/shm": None,
+    "--shm-size": None,
     "Too many open files": "too-many-open-files",
     "Expected to have finished reduction": "expected-to-have-finished-reduction",
     "Expected to mark a variable ready only once": "expected-to-mark-a-variable-ready-only-once",
