@@ -41,7 +41,6 @@ from ddp_ref import (
     run_ranks,
 )
 from ddp_ref.training.loss_and_metrics import RunningSums
-from ddp_ref.training.rank_sync import all_means
 
 RANKS = 2, 4, 8, 16, 32, 64
 PREDICTED = 1_000, 10_000
@@ -132,7 +131,10 @@ def costs_on_rank(folder: str, port: int) -> Costs:
     torch.set_num_threads(1)
     info = open_groups(port)
     saved, small = handler_of(WIDTH, WIDTH), handler_of(1, FEATURES)
-    data, sums = TensorDataset(torch.zeros(ITEMS, 1)), RunningSums(["loss"], info.device)
+    data, sums = (
+        TensorDataset(torch.zeros(ITEMS, 1)),
+        RunningSums({}, info.device, distributed=True),
+    )
     path = Path(folder) / "checkpoint.pt"
     works: dict[str, Callable[[], object]] = {
         BARRIER: dist.barrier,
@@ -140,7 +142,7 @@ def costs_on_rank(folder: str, port: int) -> Costs:
         SHARED: on_rank(0, broadcast=True)(int),
         REDUCE: lambda: reduce_sum({"x": 1.0}),
         GATHER: lambda: gather_objects(b"x" * 100),
-        SUMMARY: lambda: all_means(sums, info.device, distributed=True),
+        SUMMARY: sums.means,
         PREDICT: lambda: small.predict(data, batch_size=ITEMS // info.world_size),
         SAVE: lambda: saved.save(path),
         LOAD: lambda: saved.load(path),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_ref import Checkpoint, Handler, TrainerDDP
-from ddp_ref.training import checkpoint, train_state
+from ddp_ref.training import checkpoint, loop
 from ddp_ref.training.loop import TrainLoop
 
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
@@ -18,14 +18,14 @@ REACHED = Path("reached")  # the rank writes its process id here when it starts 
 INJECTED = Path("injected")  # the drill writes this once it has injected its fault
 STEPS_TAKEN = Path("steps")  # has a byte for each step that the rank has taken
 # Here, rank 0 has written the new checkpoint, but not renamed it yet.
-WRITING = checkpoint, "_check_readable"
+WRITING = checkpoint, "_move_into_place"
 PLACES: dict[str, tuple[Any, str]] = {
     "start-up": (TrainerDDP, "__init__"),  # before the group is open
     "load": (Handler, "load"),
     "step": (TrainLoop, "_train_step"),
     "validation": (Handler, "validate"),
     "epoch's end": (Checkpoint, "on_epoch_end"),
-    "save": (train_state, "gather_objects"),  # the other ranks wait here as well
+    "save": (loop, "gather_objects"),  # the other ranks wait here as well
 }
 
 
@@ -40,12 +40,15 @@ def arm() -> None:
     def armed(self: TrainerDDP, rank: int, config: Any) -> None:
         if rank == moment["rank"] and not REACHED.exists():
             owner, name = PLACES[moment["place"]]
+            nth = moment["nth"]
+            if moment["place"] == "save":
+                nth += 1  # `train` first tries to save
             if name == "__init__":
                 wait()
             elif moment["place"] == "save" and rank == 0:
-                wait_before(*WRITING, nth=moment["nth"])
+                wait_before(*WRITING, nth=nth)
             else:
-                wait_before(owner, name, nth=moment["nth"])
+                wait_before(owner, name, nth=nth)
         if rank == moment["rank"]:
             count_steps()
         original(self, rank, config)

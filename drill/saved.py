@@ -3,7 +3,6 @@
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,27 +13,22 @@ from rounds import Cost, RoundResult
 import ddp_ref
 
 ROOT = Path(__file__).resolve().parent.parent
-# What decides how a round ends, besides the package. The drill's other modules only report it.
+# What decides how a round or a soak ends, besides the package and the drill.
 FILES = (
     "datautils.py",
-    "drill/faults.py",
-    "drill/job.py",
-    "drill/judge.py",
-    "drill/launchers.py",
-    "drill/moment.py",
-    "drill/plan.py",
-    "drill/rounds.py",
+    "scripts/char_gpt.py",
     "scripts/configs/digits.yaml",
     "scripts/train_reference.py",
     "tests/harness.py",
 )
 
 
-def code_version(files: Sequence[str] = FILES) -> str:
-    """Return a short hash of the package, of `files`, and of the version of torch."""
-    package = Path(ddp_ref.__file__).parent
+def code_version() -> str:
+    """Return a short hash of the package, the drill, `FILES`, and the version of torch."""
+    folders = Path(ddp_ref.__file__).parent, ROOT / "drill"
+    files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     digest = hashlib.sha256(torch.__version__.encode())
-    for file in [*sorted(package.rglob("*.py")), *(ROOT / name for name in files)]:
+    for file in [*files, *(ROOT / name for name in FILES)]:
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -41,19 +41,6 @@ MARKS = "<!-- begin of what the soak has written -->", "<!-- end of the soak -->
 FAULT_FREE, WITH_FAULTS = "fault-free", "with-faults"  # the runs, and their folders
 PROCESSES = "launcher", "rank 0", "rank 1"
 FAILED = "wrong.txt"  # has the error of a run that failed
-# What decides how the runs end, besides the package.
-FILES = (
-    "datautils.py",
-    "drill/attempts.py",
-    "drill/judge.py",
-    "drill/launchers.py",
-    "drill/memory.py",
-    "drill/plan.py",
-    "drill/rounds.py",
-    "drill/soak.py",
-    "scripts/char_gpt.py",
-    "tests/harness.py",
-)
 # MiB that a process may grow after its first minute. When we watched a rank of 240 MiB, it stayed
 # within 0.1 for 150 epochs, then jumped by 8 and fell again by 3. A leak of 170 bytes in each step
 # of an hour would be above the limit.
@@ -198,7 +185,7 @@ def check_settings(args: argparse.Namespace) -> None:
 
     It is called before each start of the job, because the code may change meanwhile.
     """
-    file, settings = args.folder / "settings.txt", f"{command_line(args)} | {code_version(FILES)}"
+    file, settings = args.folder / "settings.txt", f"{command_line(args)} | {code_version()}"
     if file.exists() and (old := file.read_text()) != settings:
         sys.exit(f"error: {args.folder} has runs of {old}, not {settings}: give another --folder")
     for failed in args.folder.glob(f"*/{FAILED}"):

@@ -74,17 +74,6 @@ def check_a_tensor_of_any_shape_keeps_its_shape_and_dtype():
                 assert torch.equal(own.double(), torch.full(shape, float(me)).double())
 
 
-def check_a_tensor_may_be_a_view_with_a_gradient():
-    me, world = dist.get_rank(), dist.get_world_size()
-    factors = {reduce_sum: sum(range(world + 1)), reduce_mean: (world + 1) / 2}
-    factors |= {reduce_max: world, reduce_min: 1}
-    whole = torch.arange(12.0).reshape(3, 4).t()[1:, ::2]
-    view = (torch.arange(12.0).reshape(3, 4).requires_grad_() * (me + 1)).t()[1:, ::2]
-    for function, factor in factors.items():
-        result = function({"x": view})["x"]
-        assert torch.equal(result, whole * factor) and not result.requires_grad
-
-
 def check_a_result_has_its_own_memory():
     """Results share memory neither with the arguments nor with each other."""
     own = {"x": torch.ones(3, dtype=torch.float64), "y": torch.ones(3, dtype=torch.float64)}
@@ -157,12 +146,6 @@ def check_a_rank_without_values_takes_part():
         good = {"a": 2.0, "t": torch.tensor([1.0, 2.0])}
         means = reduce_mean(bad if me == empty else good, int(me != empty))
         assert means["a"] == 2.0 and means["t"].tolist() == [1, 2]
-
-
-def check_no_values_or_samples_on_any_rank():
-    assert all(function({}) == {} for function in REDUCTIONS) and reduce_mean({}, 0) == {}
-    means = reduce_mean({"loss": 1.0, "rows": torch.ones(2)}, 0)
-    assert math.isnan(means["loss"]) and means["rows"].isnan().all()
 
 
 def check_a_non_finite_value_is_seen_on_all_ranks():
@@ -287,19 +270,6 @@ def check_a_sparse_tensor_is_an_error_on_all_ranks():
     assert error.startswith(f"rank {last} passed a torch.sparse_coo tensor: pass its .to_dense()")
     parts = gather_objects(sparse, to_all=True)  # as the error advises
     assert all(torch.equal(part.to_dense(), torch.eye(2)) for part in parts)
-
-
-def check_interleaved_rows_are_gathered_in_order():
-    me, world = dist.get_rank(), dist.get_world_size()
-    for shape in [(), (3,), (2, 0), (2, 200_000)]:  # the last one has large rows
-        for rows in (0, 1, world, 3 * world + 1):
-            whole = torch.arange(float(rows * math.prod(shape))).reshape(rows, *shape)
-            own = whole[me::world]
-            gathered = gather_rows(own if len(own) else torch.empty(0), rows)
-            expected = whole if rows else torch.empty(0)
-            assert gathered is None if me else _same(gathered, expected)
-            entries = [f"entry {row}" for row in range(rows)]
-            assert gather_rows(entries[me::world], rows) == (None if me else entries)
 
 
 def check_rows_may_have_any_memory_layout():

@@ -81,6 +81,17 @@ def browser():
         browser.close()
 
 
+@pytest.fixture(params=["no group", "a group of one"])
+def alone(request, tmp_path):
+    """Without a process group, and in one whose only rank is this process."""
+    if request.param == "a group of one":
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def no_leaks():
     """Fail a test that leaves a process group, a changed environment or a child process."""

@@ -1,6 +1,6 @@
 """One rank of a run with a fault. test_faults.py starts it: `fault_ranks.py SCENARIO ...`.
 
-Each rank writes its results and exceptions to rank<R>.json, each with the time.
+Each rank writes its results and exceptions to rank<R>.json.
 """
 
 import ctypes
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from harness import wait_until
 
 from ddp_ref.decorators import on_rank
 from ddp_ref.initialize import cleanup_ddp, initialize_ddp
@@ -30,16 +29,6 @@ def one_dies(dying: str) -> None:
     if int(dying) == RANK:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     on_rank(0)(time.sleep)(60)
-
-
-def gets_sigint(worker: str) -> None:
-    def body() -> None:
-        time.sleep(0.3)  # the others are waiting by now
-        Path("fault_at").write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(60)
-
-    report(on_rank(int(worker))(body))
 
 
 def stop() -> None:
@@ -56,7 +45,7 @@ def report(call: Callable[[], object]) -> None:
         seen = {"type": type(error).__name__, "text": text}
     file = Path(f"rank{RANK}.json")
     before = json.loads(file.read_text()) if file.exists() else []
-    file.write_text(json.dumps([*before, seen | {"at": time.time()}]))
+    file.write_text(json.dumps([*before, seen]))
 
 
 def interrupted(worker: str) -> None:
@@ -64,30 +53,6 @@ def interrupted(worker: str) -> None:
     if int(worker) != RANK:
         Path(f"waits{RANK}").touch()
     on_rank(int(worker))(lambda: [Path(f"waits{RANK}").touch(), time.sleep(60)])()
-
-
-class SlowToGo:
-    """Creates a file when the interpreter shuts down, which then takes four more seconds."""
-
-    def __init__(self) -> None:
-        self.touch, self.sleep = Path(f"going{RANK}").touch, time.sleep
-
-    def __del__(self) -> None:
-        self.touch()
-        self.sleep(4)
-
-
-def gives_up(worker: str) -> None:
-    """The waiting ranks give up after `max_wait` and do not catch the exception.
-
-    The work ends while their interpreters are shutting down.
-    """
-    globals()["held"] = SlowToGo()
-    going = [Path(f"going{rank}") for rank in range(WORLD) if rank != int(worker)]
-    body = lambda: wait_until(lambda: all(path.exists() for path in going))  # noqa: E731
-    limit = timedelta(seconds=30 if int(worker) == RANK else 0.5)
-    call = on_rank(int(worker), max_wait=limit)(body)
-    report(call) if int(worker) == RANK else call()
 
 
 def slow(how: str, worker: str) -> None:

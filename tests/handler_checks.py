@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rank_checks import run_checks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint
@@ -111,19 +111,14 @@ def check_accumulated_batches_equal_one_big_batch_even_in_a_shorter_last_step():
 
 
 class Density(nn.Module):
-    """A model with BatchNorm, log_likelihood and sample. `kind` is the type of its outputs."""
+    """A model with BatchNorm, log_likelihood and sample."""
 
-    def __init__(self, kind=torch.Tensor):
+    def __init__(self):
         super().__init__()
-        self.linear, self.norm, self.kind = nn.Linear(4, 2), nn.BatchNorm1d(2), kind
+        self.linear, self.norm = nn.Linear(4, 2), nn.BatchNorm1d(2)
 
     def forward(self, inputs):
-        outputs = self.norm(self.linear(inputs))
-        if self.kind is tuple:
-            return outputs, outputs[:, 0]
-        if self.kind is list:
-            return [f"{value:.6f}" for value in outputs[:, 0].tolist()]
-        return {"out": outputs} if self.kind is dict else outputs
+        return self.norm(self.linear(inputs))
 
     def log_likelihood(self, inputs):
         return -self(inputs).square().sum(1)
@@ -157,27 +152,6 @@ def assert_evaluation_equals(handler, size, reference):
         assert predicted is None and likely is None
 
 
-def assert_kinds_are_predicted(handler, model, outputs):
-    data = Points(7, dtype=torch.float64)
-    expected = {
-        tuple: [(out.tolist(), out[0].item()) for out in outputs],
-        list: [f"{out[0].item():.6f}" for out in outputs],
-        dict: [{"out": out.tolist()} for out in outputs],
-    }
-    for kind, entries in expected.items():
-        model.kind = kind
-        predicted = handler.predict(data, 2)
-        if handler.rank:
-            assert predicted is None
-            continue
-        if kind is tuple:
-            predicted = [(out.tolist(), first.item()) for out, first in predicted]
-        elif kind is dict:
-            predicted = [{"out": entry["out"].tolist()} for entry in predicted]
-        assert predicted == entries
-    model.kind = torch.Tensor
-
-
 def check_evaluation_equals_that_of_one_process_for_any_number_of_items():
     torch.manual_seed(3)
     model = Density().double()
@@ -190,8 +164,6 @@ def check_evaluation_equals_that_of_one_process_for_any_number_of_items():
     reference.eval()
     for size in range(1, 3 * world_size() + 1):
         assert_evaluation_equals(handler, size, reference)
-    with torch.no_grad():
-        assert_kinds_are_predicted(handler, model, reference(Points(7, dtype=torch.float64).inputs))
     empty = handler.predict([], 2)
     assert empty is None if handler.rank else empty.shape == (0,)
     assert handler.sample(3, scale=2) == (None if handler.rank else [2, 2, 2])
@@ -199,19 +171,7 @@ def check_evaluation_equals_that_of_one_process_for_any_number_of_items():
     assert_same_on_all_ranks(model.norm.running_mean)
 
 
-def check_outputs_of_two_kinds_are_refused_on_all_ranks():
-    class Two(nn.Linear):
-        def forward(self, inputs):
-            outputs = super().forward(inputs)
-            return outputs if len(outputs) > 1 else list(outputs)
-
-    handler = job(4 * world_size(), 2, model=Two(4, 2))
-    with pytest.raises(ValueError, match="must have rows of one shape and dtype, or all be lists"):
-        handler.predict(Points(3 * world_size()), 2)
-    assert_same_on_all_ranks(torch.ones(1))  # the group is usable
-
-
-def check_rows_of_two_shapes_or_dtypes_are_refused_on_all_ranks():
+def check_rows_of_two_kinds_are_refused_on_all_ranks():
     class Differs(nn.Linear):
         calls = 0
 
@@ -220,55 +180,44 @@ def check_rows_of_two_shapes_or_dtypes_are_refused_on_all_ranks():
             self.calls += 1
             if rank() or self.calls == 1:
                 return outputs
-            return outputs.double() if self.bias is None else outputs[:, :1]
+            return self.change(outputs)
 
-    for model in (Differs(4, 2), Differs(4, 2, bias=False)):
-        handler = job(4 * world_size(), 2, model=model)
-        with pytest.raises(ValueError, match="must have rows of one shape and dtype"):
+    for change in (lambda rows: rows[:, :1], lambda rows: rows.double(), list):
+        handler = job(4 * world_size(), 2, model=Differs(4, 2))
+        handler._unwrapped.change = change
+        with pytest.raises(ValueError, match="rows of one shape and dtype, or all be lists"):
             handler.predict(Points(4 * world_size()), 2)
         assert_same_on_all_ranks(torch.ones(1))  # the group is usable
 
 
-def train_with_a_bad_loss(bad_rank, kind, **options):
-    handler = job(40 * world_size(), 4, sync_every=5, **options)
-    loss_fn, calls = handler.loss_and_metrics.loss_fn, []
-
-    def loss(outputs, targets):
-        calls.append(0)
-        bad = handler.rank == bad_rank and len(calls) == 7
-        factor = torch.tensor(float(kind) if bad else 1.0)
-        return loss_fn(outputs, targets) * factor
-
-    handler.loss_and_metrics.loss_fn = loss
-    handler.train(1)
-    return handler
-
-
 def check_all_ranks_decide_alike_if_a_loss_is_not_finite_on_any_rank():
     for bad_rank in range(world_size()):
+        handler = job(40 * world_size(), 4, sync_every=5)
+        loss_fn = handler.loop.task.loss_fn
+
+        def loss(outputs, targets, handler=handler, loss_fn=loss_fn, bad_rank=bad_rank):
+            bad = handler.rank == bad_rank and handler.step == 6
+            return loss_fn(outputs, targets) * (torch.nan if bad else 1)
+
+        handler.loop.task.loss_fn = loss
         with pytest.raises(FloatingPointError, match=r"epoch 1 is not finite, noticed at step 10"):
-            train_with_a_bad_loss(bad_rank, "nan")
-        handler = train_with_a_bad_loss(bad_rank, "inf", on_nonfinite="skip")
-        assert handler.skipped == 1 and handler.step == 10
-        assert torch.isfinite(flat(handler.model)).all()
-        assert len(handler.train_losses) == 1 and 0 < handler.train_losses[0] < 1
-    assert_same_on_all_ranks(flat(handler.model))
+            handler.train(1)
 
 
 def check_a_summary_from_before_an_error_is_dropped():
     handler = job(40 * world_size(), 4, sync_every=5)
     handler.save("good.pt")
-    loss_fn = handler.loss_and_metrics.loss_fn
+    loss_fn = handler.loop.task.loss_fn
 
     def fails(outputs, targets):
         if handler.step == 5:
             raise RuntimeError("of the loss")
         return loss_fn(outputs, targets) * (torch.nan if handler.step == 4 else 1)
 
-    handler.loss_and_metrics.loss_fn = fails
+    handler.loop.task.loss_fn = fails
     with pytest.raises(RuntimeError, match="of the loss"):
         handler.train(1)
-    handler.loss_and_metrics.loss_fn = loss_fn
+    handler.loop.task.loss_fn = loss_fn
     handler.load("good.pt")
     handler.save("again.pt")
     handler.train(1)  # it must not read the summary with the nan, which is still pending
@@ -394,6 +343,7 @@ def resumable(workers=0, **options):
         scheduler=schedule,
         sync_every=3,
         loader={"collate_fn": collate_some},
+        count=lambda batch: len(batch[1]),
         **options,
     )
     handler.set_val_loader(Points(9), 2)
@@ -520,8 +470,9 @@ def check_a_skipped_step_leaves_no_trace():
         assert handler.skipped == 1 and handler.step == 4
         assert handler.optimizer.param_groups[0]["lr"] == 0.1 / 2**3
         assert torch.isfinite(handler._unwrapped[1].running_mean).all()
-        assert 0 < handler.val_losses[0] < 2
+        assert 0 < handler.train_losses[0] < 2 and 0 < handler.val_losses[0] < 2
         handler.save("finite.pt")
+        assert_same_on_all_ranks(flat(handler.model))
 
 
 def check_gradients_are_clipped_as_by_hand():
@@ -576,28 +527,6 @@ def check_a_frozen_model_can_predict_and_a_wrapped_one_is_refused():
             job(model=nn.Sequential(DistributedDataParallel(network())))
 
 
-class Zeros(IterableDataset):
-    def __iter__(self):
-        return iter([(torch.zeros(4), 0)] * 9)
-
-
-def check_ranks_with_different_numbers_of_steps_are_refused():
-    if world_size() > 1:
-        with pytest.raises(ValueError, match=r"steps_per_epoch \(all ranks: 3 or 4\)"):
-            job().set_train_loader(Zeros(), 1, steps_per_epoch=3 + (rank() > 0))
-
-
-def check_ranks_with_different_numbers_of_batches_are_refused():
-    batches = [[0], [1], [2], [3]][: 3 + (rank() > 0)]
-
-    class Batches(list):
-        rank, num_replicas = rank(), world_size()
-
-    if world_size() > 1:
-        with pytest.raises(ValueError, match=r"batches \(all ranks: 3 or 4\)"):
-            job(8, 1, loader={"batch_sampler": Batches(batches)})
-
-
 class Buckets:
     """A batch sampler whose number of batches depends on the epoch, and from the second on rank."""
 
@@ -630,6 +559,9 @@ def check_a_batch_sampler_without_a_length_needs_steps_per_epoch_on_several_rank
     if world_size() > 1:
         with pytest.raises(ValueError, match="data without a length may differ between ranks"):
             handler.set_train_loader(Points(4), batch_sampler=Buckets(with_length=False))
+        with pytest.raises(ValueError, match=r"steps_per_epoch \(all ranks: 3 or 4\)"):
+            unsized, steps = Buckets(with_length=False), 3 + (rank() > 0)
+            handler.set_train_loader(Points(4), batch_sampler=unsized, steps_per_epoch=steps)
     handler.set_train_loader(Points(4), batch_sampler=Buckets(with_length=False), steps_per_epoch=3)
     handler.train(2)
     assert handler.step == 6

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 MARK = "DDP_TEST_RUN"  # all processes of a run inherit this variable, in any session
 FRESH = "DDP_TEST_FRESH"  # if it is set, warm_start.py starts a fresh interpreter
+# For a script that imports modules of tests/.
+TESTS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
 LAUNCH_VARIABLES = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
 LAUNCH_NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
 
@@ -122,6 +124,16 @@ class Running:
         return [str(process) for process in left]
 
 
+class Evil:
+    """Makes a folder if its pickle is loaded without weights_only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
 def free_port() -> int:
     """Return a free port below the range from which Linux assigns ports by itself.
 
@@ -132,6 +144,12 @@ def free_port() -> int:
         with socket.socket() as server, suppress(OSError):
             server.bind(("127.0.0.1", port))
             return port
+
+
+def listens(port: int) -> bool:
+    """Return whether something accepts connections on the port."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def without_gloo(text: str) -> str:

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 import weakref
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -432,14 +431,6 @@ def check_calls_leave_no_keys_behind():
     assert keys() == before
 
 
-def check_work_that_ends_within_max_wait_succeeds():
-    @on_rank(range(dist.get_world_size()), max_wait=timedelta(seconds=20))
-    def work():
-        return "done"
-
-    assert work() == "done"
-
-
 def check_rank_first_goes_first():
     for first in range(dist.get_world_size()):
         if dist.get_rank() == first:
@@ -481,16 +472,6 @@ def check_an_exception_on_a_later_rank_is_raised_only_there():
     else:
         assert dist.get_rank() != last
     assert_group_is_usable()
-
-
-def check_a_users_context_manager_may_call_on_rank():
-    @contextmanager
-    def logged():
-        on_rank(0)(lambda: None)()
-        yield
-
-    with logged():
-        assert_group_is_usable()
 
 
 def check_on_rank_works_without_a_group_and_in_a_new_one():

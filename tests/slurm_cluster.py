@@ -39,7 +39,7 @@ class Cluster:
 
     def do(self, *verb: str, env: dict[str, str] | None = None) -> Result:
         """Run local_cluster.sh for this cluster. The daemons that `up` starts keep running."""
-        return _run_unwatched(LOCAL_CLUSTER, *verb, env=self.names | (env or {}))
+        return run_unwatched(LOCAL_CLUSTER, *verb, env=self.names | (env or {}))
 
     def on(self, host: str, *command: str | Path) -> list[str | Path]:
         """Return the command that runs `command` on one of the hosts."""
@@ -57,7 +57,7 @@ class Cluster:
 
     def control(self, *command: str) -> str:
         """Return what `scontrol` prints. Fail if it exits with an error."""
-        ended = _run_unwatched("scontrol", *command, env=self.env)
+        ended = run_unwatched("scontrol", *command, env=self.env)
         assert ended.code == 0, ended.stderr
         return ended.stdout
 
@@ -69,7 +69,7 @@ class Job:
         self.cluster, self.mark = cluster, uuid.uuid4().hex
         self.log = cwd / f"{self.mark}.log"
         command = ["sbatch", "--parsable", f"--output={self.log}", *sbatch]
-        submitted = _run_unwatched(*command, env=cluster.env | {MARK: self.mark}, cwd=cwd)
+        submitted = run_unwatched(*command, env=cluster.env | {MARK: self.mark}, cwd=cwd)
         assert submitted.code == 0, submitted.stderr
         self.id = submitted.stdout.strip()
 
@@ -137,7 +137,7 @@ class Job:
         victims[0].send_signal(number)
 
 
-def _run_unwatched(*command: str | Path, env: dict[str, str], cwd: Path | None = None) -> Result:
+def run_unwatched(*command: str | Path, env: dict[str, str], cwd: Path | None = None) -> Result:
     """Run a command that may leave processes running, such as a daemon or a job."""
     ended = subprocess.run(
         command,

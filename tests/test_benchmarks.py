@@ -42,7 +42,8 @@ from steps import (
 from tables import Table, markdown, marks, number
 from turns import in_launches, steps_of, take_turns
 
-from ddp_ref import doctor, run_ranks
+from ddp_ref import run_ranks
+from ddp_ref.extras import doctor
 
 BENCH = ROOT / "benchmarks" / "bench.py"
 PAGE = """before

@@ -5,16 +5,13 @@ Its numbers are compared with numbers computed by hand.
 
 import re
 import runpy
-import signal
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import SCRIPTS, Running, run, torchrun
-
-from ddp_ref import Handler, run_ranks
+from harness import SCRIPTS, run
 
 SCRIPT = SCRIPTS / "char_gpt.py"
 # The text depends on the version of Python. Two ranks take the same steps as one process if no
@@ -94,26 +91,6 @@ def test_one_process_with_the_whole_batch_gets_the_same_weights_up_to_rounding(s
     assert one.pop("_extra_state") == two["_extra_state"]
     for name, value in one.items():
         torch.testing.assert_close(value, two[name], rtol=0, atol=2e-3)
-
-
-@pytest.mark.full
-def test_a_stopped_run_resumes_bit_for_bit(spawned, tmp_path):
-    """A signal stops it under torchrun, in the middle of an epoch. The same command resumes it."""
-    line = torchrun(2, SCRIPT, *TWO)
-    with Running(*line, cwd=tmp_path) as running:
-        running.wait_for("epoch 1 |")
-        running.process.send_signal(signal.SIGTERM)
-        assert running.wait().code != 0
-    log = (tmp_path / "runs/char_gpt/log.txt").read_text()
-    step = re.search(r"ended by a signal at step (\d+)", log)
-    assert step and int(step[1]) < saved(spawned[1])["step"]
-    text = train(tmp_path, *line)
-    assert "epoch 1 |" not in text  # it did not start from scratch
-    assert spawned[0].endswith(text[text.index("epoch 3 |") :])
-    one, two = saved(tmp_path), saved(spawned[1])
-    assert one["history"] == two["history"] and one["step"] == two["step"]
-    for name, value in two["model"].items():
-        assert name == "_extra_state" or torch.equal(one["model"][name], value)
 
 
 def test_a_finished_run_only_generates_text(spawned, tmp_path):
@@ -208,19 +185,6 @@ def test_log_likelihood_is_the_sum_over_the_characters(model):
     assert scores.shape == (5,) and len(set(scores.tolist())) == 5
 
 
-def test_two_ranks_score_each_of_five_rows_once_and_in_order(model):
-    rows = torch.randint(7, (5, 6))
-
-    def scored():
-        handler = Handler(model, torch.optim.SGD(model.parameters()), F.cross_entropy)
-        return handler.log_likelihood(rows, batch_size=2), handler.sample("bad", 4)
-
-    (scores, text), nothing = run_ranks(scored)
-    with torch.no_grad():
-        torch.testing.assert_close(scores, by_hand(model, rows), rtol=0, atol=1e-10)
-    assert text == model.sample("bad", 4) and nothing == (None, None)
-
-
 def test_a_model_is_not_loaded_into_one_with_other_settings(model, script):
     other = script.GPT(**(model.settings | {"n_head": 4}))  # all shapes are the same
     with pytest.raises(ValueError, match=r"n_head = 2, but this model has 4: use the same flags"):
@@ -236,7 +200,6 @@ def test_a_model_is_not_loaded_into_one_with_other_settings(model, script):
         (["--n-embd", "30", "--n-head", "4"], "--n-embd 30 is not a multiple of --n-head 4"),
         (["--n-layer", "0"], "--n-layer must be above 0 and finite, not 0"),
         (["--n-layer", "two"], "argument --n-layer: invalid int value: 'two'"),
-        (["--nproc", "0"], "--nproc must be above 0 and finite, not 0"),
         (["--lr", "nan"], "--lr must be above 0 and finite, not nan"),
         (["--block-size", "10000000"], "--block-size must be below "),
         (
@@ -245,23 +208,16 @@ def test_a_model_is_not_loaded_into_one_with_other_settings(model, script):
         ),
         (["--prompt", "日 本"], "--prompt contains '日本', which does not "),
         (["--prompt", ""], "--prompt is empty, "),
+        ([], "WORLD_SIZE not set"),  # an incomplete launch
     ],
 )
 def test_a_mistake_is_one_line(flags, text, script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags])
-    with pytest.raises(SystemExit) as ended:
-        script.parse_args()
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and text in error and len(error.splitlines()) == 1
-
-
-def test_an_incomplete_launch_is_one_line(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT)])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as ended:
         script.parse_args()
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and "WORLD_SIZE not set" in error and len(error.splitlines()) == 1
+    assert ended.value.code == 2 and text in error and len(error.splitlines()) == 1
 
 
 def test_the_learning_rate_warms_up_and_then_decays(script):

@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import signal
-import subprocess
 import sys
 import warnings
 from contextlib import nullcontext
@@ -78,17 +77,6 @@ def test_a_flipped_bit_is_noticed_or_harmless(written, tmp_path_factory, place, 
         assert equal(state, STATE)  # a bit that nothing reads, such as a date
 
 
-def test_a_flipped_bit_in_a_tensor_of_a_plain_torch_save_is_noticed(tmp_path):
-    torch.save(STATE, tmp_path / "a.pt")
-    assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
-    content = bytearray((tmp_path / "a.pt").read_bytes())
-    start = content.index(torch.arange(100.0).numpy().tobytes())
-    content[start + 40] ^= 1
-    (tmp_path / "a.pt").write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match="wrong checksum"):
-        checkpoint.read(tmp_path / "a.pt")
-
-
 def test_a_damaged_plain_torch_save_is_never_taken_for_a_failing_disk(tmp_path):
     """Damaged headers can point anywhere, even before the start of the file, where a seek fails."""
     torch.save(STATE, tmp_path / "a.pt")
@@ -102,13 +90,6 @@ def test_a_damaged_plain_torch_save_is_never_taken_for_a_failing_disk(tmp_path):
         except DamagedCheckpoint:
             continue
         assert equal(state, STATE)
-
-
-@pytest.mark.parametrize("part", [0, 0.01, 0.5, 0.9, 0.999])
-def test_a_file_cut_short_is_refused(written, tmp_path, part):
-    (tmp_path / "a.pt").write_bytes(written[: int(part * len(written))])
-    with pytest.raises(DamagedCheckpoint, match="is not a complete checkpoint"):
-        checkpoint.read(tmp_path / "a.pt")
 
 
 class Attack:
@@ -142,31 +123,11 @@ class Own:
 
 def test_a_state_that_could_not_be_read_back_is_not_written(tmp_path):
     checkpoint.write(tmp_path / "a.pt", STATE)
-    with pytest.raises(TypeError, match=r"cannot contain this state: .*Own") as caught:
+    with pytest.raises(TypeError, match=r"cannot contain .*, a Own: .*Own") as caught:
         checkpoint.write(tmp_path / "a.pt", {"model": Own()})
     assert "\n" not in str(caught.value)
     assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_a_full_disk_is_one_error_and_the_old_file_stays(tmp_path):
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
-    mounted = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if mounted.returncode:
-        pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.strip()}")
-    try:
-        checkpoint.write(tmp_path / "a.pt", STATE)
-        for megabytes in (1, 2, 20):  # 1 MB fits, the others do not
-            state = STATE | {"more": torch.zeros(megabytes, 2**18)}
-            if megabytes == 1:
-                checkpoint.write(tmp_path / "b.pt", state)
-                continue
-            with pytest.raises(OSError, match="No space left on device"):
-                checkpoint.write(tmp_path / "a.pt", state)
-        assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
-    finally:
-        subprocess.run(["umount", str(tmp_path)], timeout=30, check=True)
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO], ids=["EINVAL", "EIO"])
@@ -179,7 +140,8 @@ def test_only_a_file_system_that_cannot_sync_folders_may_leave_that_out(
     assert checkpoint.read(tmp_path / "a.pt")["step"] == 1
 
 
-def test_a_file_above_the_size_limit_is_one_error(tmp_path):
+def test_a_file_above_the_size_limit_is_one_error_and_the_old_file_stays(tmp_path):
+    checkpoint.write(tmp_path / "a.pt", STATE)
     limit, old = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -189,7 +151,8 @@ def test_a_file_above_the_size_limit_is_one_error(tmp_path):
     finally:
         resource.setrlimit(limit, old)
         signal.signal(signal.SIGXFSZ, handler)
-    assert list(tmp_path.iterdir()) == []
+    assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.pt"]
 
 
 KILLS = """
@@ -259,18 +222,9 @@ class Failing(io.FileIO):
     def readinto(self, buffer):
         start = self.tell()
         number = super().readinto(buffer)
-        self._check(range(start, start + number))
-        return number
-
-    def readall(self):
-        start = self.tell()
-        content = super().readall()
-        self._check(range(start, start + len(content)))
-        return content
-
-    def _check(self, byte_range):
-        if max(byte_range.start, self.bad.start) < min(byte_range.stop, self.bad.stop):
+        if max(start, self.bad.start) < min(start + number, self.bad.stop):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return number
 
 
 @pytest.mark.parametrize("part", ["first", "last"])
@@ -375,13 +329,6 @@ def test_wrapped_compiled_and_plain_models_load_each_others_weights(kind):
     run_ranks(work, nproc=1, timeout=timedelta(minutes=2))
 
 
-def test_other_names_or_shapes_are_refused():
-    with pytest.raises(RuntimeError, match="Missing key"):
-        checkpoint.load_weights(nn.Linear(2, 3), {"weight": torch.zeros(3, 2)})
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        checkpoint.load_weights(nn.Linear(2, 3), nn.Linear(2, 4).state_dict())
-
-
 def test_a_state_dict_without_tensors_has_nothing_to_check():
     class Packed(nn.Linear):
         def state_dict(self, **options):
@@ -415,6 +362,7 @@ def test_an_infinite_weight_is_found_and_an_infinite_buffer_is_not(value):
     model = nn.Linear(1, 3)
     model.register_buffer("mask", torch.tensor([0, value]))
     model.register_buffer("none", torch.empty(0))
+    model.register_buffer("cache", torch.tensor([math.nan]), persistent=False)  # not saved
     model.register_buffer("ids", torch.tensor([1], dtype=torch.uint16))  # uint16 has no aminmax
     checkpoint.check_finite(model)
     model.mask[0] = math.nan

@@ -242,6 +242,16 @@ def test_overrides(tmp_path):
             read(MINIMAL, tmp_path, overrides=[override])
 
 
+def section(line):
+    """Return the change that adds a section to MINIMAL."""
+    return "training:", f"{line}\ntraining:"
+
+
+def training(line):
+    """Return the change that adds a key to its section "training"."""
+    return "training:", f"training:\n  {line}"
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -253,57 +263,38 @@ def test_overrides(tmp_path):
         (("!pyobject torch.optim.SGD", "SGD"), r"optimizer_type must be a class .*, not 'SGD'"),
         (("type: !pyobject torch.nn.Linear", "type: GNNModel"), r"model\.type must .* 'GNNModel'"),
         (("args: [4, 2]", "args: 4"), r"model\.args must be a list, not 4"),
-        (("training:", "parallel: 3\ntraining:"), "parallel must be a mapping of world_size, rank"),
-        (("training:", "metrics: [1]\ntraining:"), "metrics must be a mapping of names"),
-        (("training:", "training:\n  device: 0"), r"training\.device must be a device"),
+        (section("parallel: 3"), "parallel must be a mapping of world_size, rank"),
+        (section("metrics: [1]"), "metrics must be a mapping of names"),
+        (training("device: 0"), r"training\.device must be a device"),
+        (section("parallel: {output_device: 0}"), "output_device must be left out"),
+        (training("clip_norm: -1"), r"clip_norm must be a number above 0, or nu"),
+        (training("precision: fp8"), "must be fp32 or bf16 or fp16, not 'fp8'"),
+        (section("parallel: {master_port: 99999}"), "must be a port from 1"),
+        (section("parallel: {master_port: '1x'}"), "must be a port from 1"),
+        (section("parallel: {timeout: 0}"), "must be seconds, from 1"),
+        (section("validation: {drop_last: true}"), "every item is evaluated"),
+        (section("validation: {fraction: 1}"), "a number from 0 to 1"),
         (
-            ("training:", "parallel: {output_device: 0}\ntraining:"),
-            "output_device must be left out",
-        ),
-        (("training:", "training:\n  clip_norm: -1"), r"clip_norm must be a number above 0, or nu"),
-        (("training:", "training:\n  precision: fp8"), "must be fp32 or bf16 or fp16, not 'fp8'"),
-        (("training:", "parallel: {master_port: 99999}\ntraining:"), "must be a port from 1"),
-        (("training:", "parallel: {master_port: '1x'}\ntraining:"), "must be a port from 1"),
-        (("training:", "parallel: {timeout: 0}\ntraining:"), "must be seconds, from 1"),
-        (("training:", "validation: {drop_last: true}\ntraining:"), "every item is evaluated"),
-        (("training:", "validation: {fraction: 1}\ntraining:"), "a number from 0 to 1"),
-        (
-            ("training:", "validation: {validator: {device: cuda}}\ntraining:"),
-            "must be training.de",
+            section("validation: {validator: {device: cuda}}"),
+            "device is .cuda., but training.device",
         ),
         (
-            (
-                "training:",
-                "testing: {fraction: 0, data: {type: !pyobject torch.nn.Linear}}\ntraining:",
-            ),
+            section("testing: {fraction: 0, data: {type: !pyobject torch.nn.Linear}}"),
             "testing has both data and fraction",
         ),
-        (("training:", f"training:\n  seed: {2**63}"), r"training\.seed must be an integer from 0"),
+        (training(f"seed: {2**63}"), r"training\.seed must be an integer from 0"),
         (("args: [4, 2]", "kwargs: {1: 2}"), r"model\.kwargs must be a mapping of names"),
+        (section("callbacks: [{tpye: 1}]"), r"unknown key 'tpye' in callbacks\[0\] \(did"),
+        (section("callbacks: 3"), "callbacks must be a list, not 3"),
+        (training("forward: f"), r"training\.forward must be a function \(!py"),
         (
-            ("training:", "callbacks: [{tpye: 1}]\ntraining:"),
-            r"unknown key 'tpye' in callbacks\[0\] \(did",
-        ),
-        (("training:", "callbacks: 3\ntraining:"), "callbacks must be a list, not 3"),
-        (("training:", "training:\n  forward: f"), r"training\.forward must be a function, by !py"),
-        (
-            ("training:", "training:\n  scheduler: 3"),
-            r"training\.scheduler must be a mapping of ty",
-        ),
-        (
-            (
-                "training:",
-                "training:\n  scheduler: {type: !pyobject torch.nn.Linear, every: batch}",
-            ),
+            training("scheduler: {type: !pyobject torch.nn.Linear, every: batch}"),
             r"training\.scheduler\.every must be epoch or step, not 'batch'",
         ),
-        (("training:", "metrics: {loss_std: !pyobject torch.nn.Linear}\ntraining:"), "named loss_"),
+        (section("metrics: {loss_std: !pyobject torch.nn.Linear}"), "named loss_"),
         (("num_epochs: 2", "num_epochs: !!bool x"), "config.yaml: 'x'"),
-        (("num_epochs: 2", "num_epochs: !!timestamp x"), "config.yaml: "),
-        (("num_epochs: 2", "num_epochs: !!float ''"), "config.yaml: "),
         (("num_epochs: 2", f"num_epochs: {'[' * 3000}"), "config.yaml: maximum recursion"),
         ((MINIMAL, ""), "the configuration must be a mapping of data, model.*, not None"),
-        ((MINIMAL, "a: ["), "config.yaml: while parsing"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(tmp_path, change, text):

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, SCRIPTS, Running, free_port, run
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from harness import ROOT, SCRIPTS, free_port, run
+from torch.utils.data import DataLoader
 
 import datautils
 
@@ -63,17 +63,6 @@ def test_toy():
     ).solution
     guess = torch.cat([other.inputs, torch.ones(50, 1)], dim=1) @ solution
     torch.testing.assert_close(guess, other.targets, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("epoch", [0, 1, 7])
-def test_single_gpu_draws_the_order_of_the_distributed_sampler(epoch):
-    data, seed = range(1440), 3
-    single = RandomSampler(data, generator=torch.Generator().manual_seed(seed + epoch))
-    ranks = [DistributedSampler(data, 2, rank, seed=seed) for rank in range(2)]
-    for sampler in ranks:
-        sampler.set_epoch(epoch)
-    pairs = zip(*ranks, strict=True)
-    assert list(single) == [index for pair in pairs for index in pair]
 
 
 def test_count_right():
@@ -154,6 +143,7 @@ def test_adopt_slurm_step(monkeypatch, slurm_client):
     assert env["MASTER_ADDR"] == "node2" and 10_000 <= int(env["MASTER_PORT"]) < 30_000
     assert adopt(STEP | {"SLURM_STEP_ID": "2"})["MASTER_PORT"] != env["MASTER_PORT"]
     assert adopt(STEP | {"SLURM_GTIDS": "0,1,2"})["LOCAL_WORLD_SIZE"] == "3"
+    assert adopt({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})["WORLD_SIZE"] == "1"  # no step
 
 
 def test_a_launcher_without_local_world_size_is_refused_outside_a_step():
@@ -170,46 +160,6 @@ def test_adopt_slurm_step_keeps_an_address_that_is_set():
     own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "PATH": ""}
     env = adopt(STEP | own)
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", "4000")
-
-
-def test_multinode_under_the_variables_of_a_slurm_step(tmp_path, slurm_client):
-    """Two processes with the variables that srun sets find each other and share the work."""
-    step = (
-        STEP
-        | slurm_client
-        | {
-            "SLURM_JOB_ID": str(os.getpid()),
-            "SLURM_STEP_NODELIST": "localhost",
-            "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_GTIDS": "0,1",
-        }
-    )
-    command = [sys.executable, SCRIPTS / "multinode_slurm.py", "--epochs", "1"]
-    task = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
-    with (
-        Running(*command, cwd=tmp_path, env=task[0]) as first,
-        Running(*command, cwd=tmp_path, env=task[1]) as second,
-    ):
-        results = [first.wait(), second.wait()]
-    assert [result.code for result in results] == [0, 0], results
-    assert (
-        "ranks: 2 | device: cpu (0 GPUs visible) | effective batch: 64 | steps per epoch: 23"
-        in results[0].stdout
-    )
-    assert "rank 1 is local rank 1 on " in results[1].stdout
-    assert "epoch 1 | saved snapshot.pt" in results[0].stdout
-
-
-def test_a_slurm_job_outside_a_step_is_one_process(tmp_path):
-    """SLURM_NTASKS=4 is also set in an sbatch body without srun and in an interactive shell."""
-    job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
-    command = [sys.executable, SCRIPTS / "multinode_slurm.py", "--epochs", "1"]
-    result = run(*command, cwd=tmp_path, env=job)
-    assert result.code == 0, result.stderr
-    assert (
-        "ranks: 1 | device: cpu (0 GPUs visible) | effective batch: 32 | steps per epoch: 45"
-        in result.stdout
-    )
 
 
 def test_make_names_its_targets(tmp_path):

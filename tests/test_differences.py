@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import ROOT, run, torchrun
+from harness import ROOT, Evil, run, torchrun
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -170,16 +170,6 @@ def test_a_save_that_fails_loses_the_old_file(tmp_path):
         torch.save({"weight": torch.ones(2), "last": lambda: None}, path)  # does not pickle
     with pytest.raises(RuntimeError, match="PytorchStreamReader"):
         torch.load(path)
-
-
-class Evil:
-    """Makes a folder when its pickle is loaded without weights_only."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 def test_a_file_may_run_code(tmp_path, monkeypatch):

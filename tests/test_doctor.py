@@ -10,7 +10,7 @@ import pytest
 from harness import Running, run, torchrun
 from torch.torch_version import TorchVersion
 
-from ddp_ref import doctor
+from ddp_ref.extras import doctor
 from ddp_ref.launch import LaunchInfo
 
 COMMAND = (sys.executable, "-m", "ddp_ref", "doctor")
@@ -108,12 +108,11 @@ def test_two_nodes_need_more_than_a_loopback_address_for_gloo(monkeypatch):
     assert result(doctor._addresses, TWO_NODES).level == "ok"
 
 
-@pytest.mark.parametrize("tasks", ["4", "x"])
-def test_slurm_job_without_a_step_is_a_warning(monkeypatch, tasks):
+def test_slurm_job_without_a_step_is_a_warning(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("SLURM_NTASKS", tasks)
+    monkeypatch.setenv("SLURM_NTASKS", "4")
     level, _, text, advice = result(doctor._launch)
-    assert level == "warning" and text.startswith(f"SLURM_NTASKS={tasks}, but srun did not start")
+    assert level == "warning" and text.startswith("SLURM_NTASKS=4, but srun did not start")
     assert "srun" in advice
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from harness import ROOT, SCRIPTS, run, torchrun
+from harness import SCRIPTS, TESTS, run, torchrun
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
 from training_job import Points, flat, job, network
@@ -145,10 +145,8 @@ def test_train_validate_predict_and_resume(precision, settings, tmp_path):
     handler.set_val_loader(Points(50), 10)
     handler.train(3)
     assert handler.train_losses[-1] < handler.train_losses[0]
-    assert handler.validate() == {
-        "loss": handler.val_losses[-1],
-        **last_values(handler.val_metrics),
-    }
+    accuracy = handler.val_metrics["accuracy"][-1]
+    assert handler.validate() == {"loss": handler.val_losses[-1], "accuracy": accuracy}
     outputs = handler.predict(Points(50), 10)
     assert outputs.shape == (50, 2) and outputs.device.type == "cpu"
     handler.save(tmp_path / "a.pt")
@@ -160,23 +158,10 @@ def test_train_validate_predict_and_resume(precision, settings, tmp_path):
     torch.testing.assert_close(flat(resumed.model), flat(handler.model))
 
 
-def last_values(lists):
-    return {name: values[-1] for name, values in lists.items()}
-
-
-def test_a_step_whose_gradients_overflow_is_skipped():
-    handler = gpu_job(precision="fp16")
-    handler.optimizer_step.scaler = torch.amp.GradScaler(init_scale=2.0**127)
-    before = flat(handler.model)
-    handler.train(1)
-    assert handler.skipped == handler.step == 20
-    assert torch.equal(flat(handler.model), before)
-
-
 def test_loading_a_smaller_scale_does_not_count_as_a_skipped_step(tmp_path):
     """GradScaler lowers the scale when it skips a step; a checkpoint may hold a low one too."""
     other = gpu_job(precision="fp16")
-    other.optimizer_step.scaler = torch.amp.GradScaler(init_scale=2.0**4)
+    other.loop.scaler = torch.amp.GradScaler(init_scale=2.0**4)
     other.train(1)
     other.save(tmp_path / "a.pt")
     handler = gpu_job(precision="fp16")
@@ -201,8 +186,7 @@ handler.save("cpu.pt")
 print(handler.device, handler.epoch)
 """
     (tmp_path / "cpu.py").write_text(body)
-    path = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    env = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": path}
+    env = {"CUDA_VISIBLE_DEVICES": ""} | TESTS
     assert "cpu 2" in run_cleanly(sys.executable, "cpu.py", precision, cwd=tmp_path, env=env)
     back = gpu_job(precision=precision)
     back.load(tmp_path / "cpu.pt")
@@ -220,7 +204,7 @@ def test_a_checkpoint_names_no_gpu(tmp_path):
     assert b"cuda:0" not in (tmp_path / "a.pt").read_bytes()
 
 
-def test_adagrad_state_moves_to_the_gpu_and_is_saved_on_the_cpu(tmp_path):
+def test_adagrad_state_moves_to_the_gpu():
     """Adagrad creates its state in the constructor, while the model is still on the CPU."""
     model = network()
     optimizer = torch.optim.Adagrad(model.parameters())
@@ -228,10 +212,6 @@ def test_adagrad_state_moves_to_the_gpu_and_is_saved_on_the_cpu(tmp_path):
     handler.set_train_loader(Points(20), 3)
     handler.train(1)
     assert all(state["sum"].device.type == "cuda" for state in optimizer.state.values())
-    handler.save(tmp_path / "a.pt")
-    saved = torch.load(tmp_path / "a.pt", weights_only=True)  # no map_location
-    parts = [*saved["model"].values(), *(s["sum"] for s in saved["optimizer"]["state"].values())]
-    assert all(part.device.type == "cpu" for part in parts)
 
 
 def test_batches_are_pinned_unless_the_user_decides():
@@ -281,14 +261,6 @@ def test_tied_weights_are_saved_once(tmp_path):
     assert first.data_ptr() == tied.data_ptr() != other.data_ptr()
 
 
-def test_a_gpu_that_only_emulates_bfloat16_is_refused(monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
-    )
-    with pytest.raises(ValueError, match="has no bfloat16 in hardware"):
-        gpu_job(precision="bf16")
-
-
 # ---------------------------------------------------------------- ranks
 
 
@@ -313,10 +285,10 @@ sys.stdout.flush()
 """
 
 
-def run_ranks_of(tmp_path, nproc, body=PRINT_DEVICE, **env):
+def run_ranks_of(tmp_path, nproc, body=PRINT_DEVICE):
     """Run `body` on ranks; return their output lines, sorted, their stderr, and the exit code."""
     (tmp_path / "ranks.py").write_text(body)
-    ended = run(*torchrun(nproc, tmp_path / "ranks.py"), cwd=tmp_path, env=env)
+    ended = run(*torchrun(nproc, tmp_path / "ranks.py"), cwd=tmp_path)
     lines = [line for line in ended.stdout.splitlines() if " on " in line]  # without NCCL's lines
     return sorted(lines, key=lambda line: int(line.split()[0])), ended.stderr, ended.code
 
@@ -334,69 +306,14 @@ def test_more_ranks_than_gpus_run_on_the_cpu(tmp_path):
     assert errors.count(f"{GPUS} GPU{plural} for {GPUS + 1} ranks: running on the CPU") == 1
 
 
-def test_device_cuda_is_an_error_where_ranks_run_on_the_cpu(tmp_path):
-    body = """
-import torch
-from ddp_ref import Handler
-model = torch.nn.Linear(2, 1)
-Handler(model, torch.optim.SGD(model.parameters(), 0.1), torch.nn.MSELoss(), device="cuda")
-"""
-    _, errors, code = run_ranks_of(tmp_path, GPUS + 1, body)
-    assert code == 1
-    assert "ValueError: device=cuda, but rank" in errors  # torchrun may end the other ranks first
-
-
-ONE_VISIBLE = 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = WHICH\n' + PRINT_DEVICE
-SEEN = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
-
-
 @two_gpus
 def test_ranks_that_see_only_their_own_gpu(tmp_path):
     """As under Slurm's --gpus-per-task=1: cuda:0 on all ranks, but different cards."""
-    shown, errors, code = run_ranks_of(
-        tmp_path, 2, ONE_VISIBLE.replace("WHICH", f'{SEEN}[int(os.environ["LOCAL_RANK"])]')
-    )
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    own = f'os.environ["CUDA_VISIBLE_DEVICES"] = {gpus}[int(os.environ["LOCAL_RANK"])]'
+    shown, errors, code = run_ranks_of(tmp_path, 2, f"import os\n{own}\n{PRINT_DEVICE}")
     assert shown == [f"{rank} on cuda:0 by cpu:gloo,cuda:nccl" for rank in (0, 1)], errors
     assert code == 0, errors
-
-
-@two_gpus
-def test_ranks_that_share_one_gpu_run_on_the_cpu(tmp_path):
-    shown, errors, _ = run_ranks_of(tmp_path, 2, ONE_VISIBLE.replace("WHICH", repr(SEEN[0])))
-    assert shown == ["0 on cpu by gloo", "1 on cpu by gloo"]
-    assert errors.count("1 GPU for 2 ranks: running on the CPU") == 1
-
-
-ALL_REDUCE = """
-import torch
-total = torch.tensor(info.rank + 1, device=info.device)
-dist.all_reduce(total)
-assert total.item() == 3
-"""
-
-
-def test_ranks_share_one_gpu_if_asked_to(tmp_path):
-    env = {"CUDA_VISIBLE_DEVICES": SEEN[0], "DDP_SHARE_GPUS": "1"}
-    shown, errors, code = run_ranks_of(tmp_path, 2, PRINT_DEVICE + ALL_REDUCE, **env)
-    assert shown == [f"{rank} on cuda:0 by cpu:gloo,cuda:nccl" for rank in (0, 1)], errors
-    assert code == 0, errors
-
-
-DISAGREE = """
-import os, sys
-from ddp_ref import initialize_ddp
-rank = os.environ["RANK"]
-try:
-    initialize_ddp(share_gpus=rank == "0")
-except RuntimeError as error:
-    sys.stdout.write(f"{rank} on error: {error}\\n")
-"""
-
-
-def test_share_gpus_that_differs_is_an_error_on_all_ranks(tmp_path):
-    shown, errors, code = run_ranks_of(tmp_path, 2, DISAGREE, CUDA_VISIBLE_DEVICES=SEEN[0])
-    assert [line.split()[0] for line in shown] == ["0", "1"] and code == 0, errors
-    assert all(word in line for line in shown for word in ("share_gpus", "True", "False")), shown
 
 
 # ---------------------------------------------------------------- workers and doctor

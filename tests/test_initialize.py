@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
-from harness import Result, Running, free_port, run, torchrun, wait_until
+from harness import Result, Running, free_port, listens, run, torchrun, wait_until
 
 from ddp_ref import (
     DistInfo,
@@ -85,11 +85,6 @@ def start(
     env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
     command = [sys.executable, path, *arguments]
     return stack.enter_context(Running(*command, cwd=path.parent, env=env))
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex((HOST, port)) == 0
 
 
 def shown(tmp_path: Path) -> list[list]:
@@ -239,14 +234,14 @@ if __name__ == "__main__":
     assert shown(tmp_path) == [[True, r, r, 2, "cpu", threads] for r in range(2)]
 
 
-def with_a_late_rank(tmp_path: Path, world: int, body: str, **late: str) -> list[Result]:
-    """Run ranks 0 to 2, of which the last starts 3 seconds later and has more variables."""
+def with_a_late_rank(tmp_path: Path, world: int, body: str) -> list[Result]:
+    """Run ranks 0 to 2, of which the last starts 3 seconds later."""
     path, port = script(tmp_path, body), free_port()
     with ExitStack() as stack:
         ranks = [start(stack, path, rank, world, port) for rank in range(2)]
         wait_until(lambda: listens(port))
         time.sleep(3)
-        ranks.append(start(stack, path, 2, world, port, **late))
+        ranks.append(start(stack, path, 2, world, port))
         return [rank.wait(30) for rank in ranks]
 
 
@@ -262,13 +257,14 @@ def test_the_missing_rank_is_named_on_all_others_even_on_a_late_one(tmp_path):
 def test_share_gpus_must_be_the_same_on_all_ranks(tmp_path):
     """All ranks say so, even if they exit at once, as a process of mp.spawn does."""
     body = """
+os.environ["DDP_SHARE_GPUS"] = "1"
 try:
-    initialize_ddp()
+    initialize_ddp(share_gpus=None if os.environ["RANK"] == "2" else False)
 except RuntimeError as error:
     print(error)
     os._exit(1)
 """
-    for result in with_a_late_rank(tmp_path, 3, body, DDP_SHARE_GPUS="1"):
+    for result in with_a_late_rank(tmp_path, 3, body):
         different = "share_gpus (or DDP_SHARE_GPUS) is False on rank 0 and True on rank 2: set it"
         assert result.stdout.startswith(different)
 
@@ -479,7 +475,6 @@ def test_port_in_use():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rank": 0}, "pass rank and world_size together"),
         ({"master_addr": ""}, "master_addr must be a host name or address, not ''"),
         ({"backend": "mpi"}, "backend must be .* not 'mpi'"),
         ({"timeout": timedelta(0)}, "timeout must be from a millisecond to 365 days"),

@@ -3,14 +3,12 @@
 import json
 import os
 import shutil
-import time
 from pathlib import Path
-from socket import create_connection
 from urllib.request import Request, urlopen
 
 import nbformat
 import pytest
-from harness import ROOT, Running
+from harness import ROOT, Running, listens, wait_until
 from jupyter_client import BlockingKernelClient
 from jupyter_server.services.contents.largefilemanager import LargeFileManager
 from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_class
@@ -37,8 +35,9 @@ def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
     env = {"JUPYTER_RUNTIME_DIR": str(tmp_path), "JUPYTER_CONFIG_DIR": str(tmp_path)}
     with Running("make", "-C", ROOT, "lab", arguments, cwd=tmp_path, env=env) as lab:
         lab.wait_for("is running at")
-        server = read_server_info(tmp_path)
-        wait_until_it_accepts_connections(server["port"])  # it says where it runs before that
+        wait_until(lambda: server_info(tmp_path))  # the file is empty for a moment
+        server = json.loads(server_info(tmp_path))
+        wait_until(lambda: listens(server["port"]))  # it says where it runs before that
         page = ask(server, "lab")
         assert "<title>JupyterLab</title>" in page
         opened = json.loads(ask(server, "api/contents/notebooks/00_what_ddp_is.ipynb"))
@@ -57,23 +56,9 @@ def test_make_lab_opens_a_notebook_and_runs_it(tmp_path):
         assert lab.wait().code == 0
 
 
-def read_server_info(folder, seconds=30):
-    """Return what the server says about itself in its file, which is empty for a moment."""
-    deadline = time.monotonic() + seconds
-    while not any(texts := [path.read_text() for path in folder.glob("jpserver-*.json")]):
-        assert time.monotonic() < deadline, "no server has written its file"
-        time.sleep(0.1)
-    return json.loads(texts[0])
-
-
-def wait_until_it_accepts_connections(port, seconds=30):
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return create_connection(("localhost", port)).close()
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline, f"nothing listens on port {port}"
-            time.sleep(0.05)
+def server_info(folder):
+    """Return what the server writes about itself."""
+    return "".join(path.read_text() for path in folder.glob("jpserver-*.json"))
 
 
 def ask(server, path, data=None):

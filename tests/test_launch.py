@@ -127,13 +127,6 @@ def test_precedence_of_the_launchers():
     assert (chosen.local_rank, chosen.local_world_size) == (3, 7)  # TORCHRUN's are of 8 ranks
 
 
-def test_environment_is_read_at_the_call(monkeypatch):
-    monkeypatch.setattr(os, "environ", dict(TORCHRUN))
-    assert detect_launch().rank == 5
-    os.environ["RANK"] = "6"
-    assert detect_launch().rank == 6
-
-
 def test_arguments():
     info = detect_launch({}, rank=1, world_size=2, master_addr="localhost", master_port="29500")
     assert (info.local_rank, info.local_world_size, info.nnodes) == (1, 2, 1)

@@ -1,17 +1,15 @@
 """local_cluster.sh: `up` starts a cluster, `down` leaves nothing behind, mistakes are one line."""
 
 import os
-import re
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
-from harness import SCRIPTS, Running, clean_environment
-from slurm_cluster import LOCAL_CLUSTER, Cluster, assert_close, one_process, weights
+from harness import Running, clean_environment
+from slurm_cluster import LOCAL_CLUSTER, Cluster, run_unwatched
 
 pytestmark = pytest.mark.slurm
 NOBODY = 65534
@@ -108,14 +106,8 @@ def test_a_machine_that_mounts_run_with_noexec():
         sbatch --wait --output=log --wrap "echo ran"; cat log
         {LOCAL_CLUSTER} down
         find /run -name '*cluster*' """
-    ended = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", script],
-        env=clean_environment() | own.names,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_unwatched("unshare", "--mount", "bash", "-c", script, env=own.names)
+    assert ended.code == 0, ended.stderr
     assert "\nran\n" in ended.stdout and ended.stdout.splitlines()[-1].startswith(own.name)
 
 
@@ -201,45 +193,8 @@ def test_without_root_it_says_what_to_do(cluster):
 
 def test_missing_packages_are_named():
     hidden = 'mount -t tmpfs none /usr/sbin && exec "$@"'
-    ended = subprocess.run(
-        ["unshare", "--mount", "bash", "-c", hidden, "x", LOCAL_CLUSTER, "up"],
-        env=clean_environment() | {"LOCAL_CLUSTER": "ddp-none"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1
+    up = ["bash", "-c", hidden, "x", LOCAL_CLUSTER, "up"]
+    ended = run_unwatched("unshare", "--mount", *up, env={"LOCAL_CLUSTER": "ddp-none"})
+    assert ended.code == 1 and len(ended.stderr.splitlines()) == 1
     assert ended.stderr.startswith("error: no slurmctld slurmd munged")
     assert "sudo apt-get install slurm-wlm munge" in ended.stderr
-
-
-@pytest.mark.parametrize("meet", ["static", "c10d"])
-def test_torchrun_on_two_hosts_without_slurm(cluster, tmp_path, tmp_path_factory, meet):
-    """Start a torchrun on each host, as the guides do, with a static or a c10d rendezvous."""
-    flags = {
-        "static": "--node-rank={node} --master-addr=node1 --master-port=29600",
-        "c10d": "--rdzv-backend=c10d --rdzv-endpoint=node1:29601 --rdzv-id=two",
-    }[meet]
-    started = []
-    for node in (0, 1):
-        (tmp_path / str(node)).mkdir()
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-        torchrun += ["--nproc_per_node=2", *flags.format(node=node).split()]
-        command = [*torchrun, SCRIPTS / "multinode_slurm.py", "--epochs", "3"]
-        on = cluster.on(f"node{node + 1}", *command)
-        started.append(Running(*on, cwd=tmp_path / str(node)))
-    with started[0] as first, started[1] as second:
-        results = [first.wait(), second.wait()]
-    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
-    for node, result in enumerate(results):
-        found = re.findall(r"rank (\d) is local rank (\d) on (node\d)", result.stdout)
-        hosts = {host for _, _, host in found}
-        assert hosts == {f"node{node + 1}"} and {local for _, local, _ in found} == {"0", "1"}
-        if meet == "static":
-            assert {int(rank) // 2 for rank, _, _ in found} == {node}
-    written = [
-        tmp_path / str(node) for node in (0, 1) if (tmp_path / str(node) / "snapshot.pt").exists()
-    ]
-    assert len(written) == 1  # only rank 0 writes it
-    references = tmp_path_factory.mktemp("references")
-    assert_close(weights(written[0]), one_process(references, 128, 3))

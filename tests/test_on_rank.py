@@ -78,16 +78,6 @@ def test_the_rank_with_the_store_of_other_code_waits_for_those_that_still_read(t
     assert ended.code == 0, ended.stderr
 
 
-@pytest.fixture(params=["no group", "a group of one"])
-def alone(request, tmp_path):
-    if request.param == "a group of one":
-        store = dist.FileStore(str(tmp_path / "store"), 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def test_alone_on_rank_just_calls_the_function(alone):
     @on_rank(0, True, broadcast=True, max_wait=timedelta(seconds=1))
     def double(x, *, plus=0):

@@ -83,17 +83,6 @@ def test_results_come_back_intact_and_in_device_order(two):
     assert len({*pids, os.getpid()}) == 3
 
 
-def test_all_devices_work_at_the_same_time(two, tmp_path):
-    def meet(device):
-        (tmp_path / str(os.getpid())).touch()
-        deadline = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2:
-            assert time.monotonic() < deadline, "the other never came"
-            time.sleep(0.01)
-
-    assert two.run(meet) == [None, None]
-
-
 class Model:
     def method(self, device, data):
         return str(device), data

@@ -25,10 +25,3 @@ def test_long_tests_are_left_out_and_named_files_are_not(tmp_path):
     full = collected(tmp_path, gpt, "-m", "full")
     assert "test_defaults" in full and not full & found
     assert collected(tmp_path, f"{gpt}::test_defaults") == {"test_defaults"}
-
-
-def test_a_notebook_runs_in_the_order_of_its_cells(tmp_path):
-    """`make test-notebooks` runs the other notebooks."""
-    notebook = ROOT / "notebooks/00_what_ddp_is.ipynb"
-    ended = run(*PYTEST, "--nbval", notebook, cwd=tmp_path, timeout=280)
-    assert ended.code == 0 and " passed" in ended.stdout, ended.stdout

@@ -53,7 +53,6 @@ def test_a_clone_is_small(tmp_path):
 
 
 TARGET = re.compile(r"^\| `make ([a-z-]+)` \| (.+) \|$", re.MULTILINE)
-STRICT = "src/ddp_ref/[!h]*.py"  # the pages show this pattern, and make the files
 
 
 def what_make_runs(target, folder):
@@ -74,12 +73,11 @@ def test_the_tables_show_the_commands_of_each_target(tmp_path):
     assert targets and len(of_readme) >= 5
     assert {target for target, _ in of_page} == set(targets[1].split()) - {"help", "setup"}
     assert set(of_readme) <= set(of_page)
-    files = " ".join(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(STRICT)))
     for target, shown in of_page:
         runs = what_make_runs(target, tmp_path)
         for command in re.findall(r"`([^`]+)`", shown):
             if " " in command and not command.startswith("make "):
-                assert command.replace(STRICT, files) in runs, (target, runs)
+                assert command in runs, (target, runs)
     (extras,) = re.findall(r"-e '\S+'", what_make_runs("setup", tmp_path))
     assert README.count(f"pip install -c constraints.txt {extras}") == 3
 

@@ -32,26 +32,15 @@ def test_ranks_meet_and_their_results_come_back_intact(capfd):
         dist.all_reduce(total)
         points: list = [None] * info.world_size
         dist.all_gather_object(points, Point(info.rank, scale))
-        weight = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
-        return {
-            "info": tuple(info),
-            "total": total,
-            "nested": [Point((weight, weight.detach().t()), {"extra": extra}), points],
-            "half of the graph": weight * 2,
-        }
+        return {"info": tuple(info), "total": total, "points": points, "extra": extra}
 
     before = dict(os.environ)
     results = run_ranks(work, 2.0, extra={3}, nproc=3, timeout=LIMIT)
     for rank, result in enumerate(results):
         assert result["info"] == (True, rank, rank, 3, torch.device("cpu"))
         assert result["total"].tolist() == [3.0]
-        point, points = result["nested"]
-        assert type(point) is Point and point.y == {"extra": {3}}
-        assert points == [Point(other, 2.0) for other in range(3)]
-        weight, turned = point.x
-        assert weight.dtype == torch.bfloat16 and weight.shape == (2, 3) and weight.requires_grad
-        assert turned.shape == (3, 2) and turned.stride() == (1, 3) and not turned.requires_grad
-        assert result["half of the graph"].requires_grad and result["half of the graph"].is_leaf
+        assert result["points"] == [Point(other, 2.0) for other in range(3)]
+        assert type(result["points"][0]) is Point and result["extra"] == {3}
     assert dict(os.environ) == before
     assert capfd.readouterr().err == ""  # closing the open groups prints nothing
 
@@ -100,16 +89,6 @@ def test_ranks_get_torchruns_variables_and_none_of_an_outer_launch(monkeypatch):
         assert (argv, folder) == (sys.argv, str(Path.cwd()))
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         assert threads == max(1, (cores or 1) // 2)
-
-
-def test_explicit_arguments_of_initialize_ddp_work_too():
-    def join():
-        rank = int(os.environ["RANK"])
-        first = initialize_ddp(rank=rank, world_size=2, backend="gloo")
-        dist.barrier()
-        return first.rank, first.world_size
-
-    assert run_ranks(join, timeout=LIMIT) == [(0, 2), (1, 2)]
 
 
 def _raise_base():

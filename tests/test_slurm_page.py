@@ -9,10 +9,7 @@ from slurm_cluster import project_folder
 PAGE = (ROOT / "docs" / "slurm.md").read_text()
 
 
-def test_links_and_make_targets_exist():
-    linked = re.findall(r"\]\(([^)#]+)\)", PAGE)
-    assert len(linked) >= 5
-    assert [path for path in linked if not (ROOT / "docs" / path).exists()] == []
+def test_make_targets_exist():
     targets = set(re.findall(r"`?make ([a-z]+-[a-z]+)", PAGE))
     assert targets == set(re.findall(r"^([a-z]+-slurm|slurm-[a-z]+):", makefile(), re.MULTILINE))
 

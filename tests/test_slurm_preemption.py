@@ -148,36 +148,6 @@ def test_a_killed_rank_ends_the_job_even_if_another_is_frozen(cluster, how, tmp_
         assert job.wait_until("FAILED", "COMPLETED")["JobState"] == "FAILED"
 
 
-def test_multinode_slurm_resumes_from_the_last_epoch(cluster, tmp_path):
-    """The script does not handle signals: it loses the current epoch, but not the ones before."""
-    epochs = 2 * EPOCHS  # so that it has not ended when the kill arrives
-    flags = f"--epochs {epochs} --save-every 1"
-    (tmp_path / "job.sh").write_text(
-        f"#!/bin/bash\nsrun --kill-on-bad-exit=1 {sys.executable} "
-        f"{SCRIPTS / 'multinode_slurm.py'} {flags}\n"
-    )
-    (tmp_path / "unbroken").mkdir()
-    command = [sys.executable, SCRIPTS / "multigpu_spawn.py", "--epochs", str(epochs)]
-    ended = run(*command, cwd=tmp_path / "unbroken")
-    assert ended.code == 0, ended.stderr
-    options = ["--nodes=2", "--ntasks-per-node=1", "--open-mode=append"]
-    with Job(cluster, *options, "job.sh", cwd=tmp_path) as job:
-        job.wait_for("epoch 3 | saved")
-        cluster.control("requeue", job.id)
-        job.start_again()
-        job.wait_for(f"of {epochs} epochs", times=2)
-        job.wait_for("| saved", times=job.text().count("| saved") + 2)
-        job.signal_rank(1, signal.SIGKILL)
-        assert job.wait_until("FAILED", "COMPLETED", timeout=30)["JobState"] == "FAILED"
-        cluster.control("requeue", job.id)
-        job.start_again()
-        fields = job.wait_until("COMPLETED", "FAILED")
-        assert fields["ExitCode"] == "0:0" and fields["Restarts"] == "2", job.text()
-        done = [int(number) for number in re.findall(rf"(\d+) of {epochs} epochs", job.text())]
-        assert done[0] == 0 and 3 <= done[1] <= done[2] - 2 and done[2] < epochs, done
-    assert_same(weights(tmp_path), weights(tmp_path / "unbroken"))
-
-
 @pytest.mark.first
 def test_a_cut_link_is_an_error_and_the_job_resumes_when_the_link_is_back(unbroken, tmp_path):
     """The remaining rank raises after parallel.timeout. Slurm gives up the host after 30 s."""

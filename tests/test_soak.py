@@ -240,7 +240,7 @@ def test_a_run_of_code_that_has_changed_meanwhile_does_not_go_on(tmp_path, monke
     args = settings(tmp_path)
     soak.check_settings(args)
     soak.check_settings(args)
-    monkeypatch.setattr(soak, "FILES", soak.FILES[1:])
+    monkeypatch.setattr(soak, "code_version", lambda: "0123")
     with pytest.raises(SystemExit, match="give another --folder"):
         soak.check_settings(args)
 

@@ -84,6 +84,7 @@ class Clipped(NamedTuple):
 def _run_clip(clip_shards: Callable[[list[Tensor], float], Any]) -> list[Clipped]:
     """Clip this rank's shards twice, each time from the start."""
     dist.init_process_group("gloo")
+    dist.barrier()  # a rank that makes no collective call could leave while the other connects
     found = []
     for limit in LIMITS:
         shards = [torch.tensor(values) for values in SHARDS[dist.get_rank()]]

@@ -4,7 +4,8 @@ This file is wiring. The training loop is in training/loop.py.
 """
 
 import logging
-import sys
+import operator
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,28 +16,30 @@ from torch.utils.data import DataLoader, Dataset
 
 from .decorators import on_rank
 from .initialize import _resolve_device, initialize_ddp
-from .training import train_state
-from .training.batches import inputs_of, use_device
-from .training.callbacks import Callback, Checkpoint, ProgressBar
-from .training.checkpoint import check_finite, find, find_on_all_ranks, write
-from .training.checks import check_count, check_same, raise_on_all_ranks
+from .training import checkpoint, settings
+from .training.callbacks import Callback, Checkpoint
 from .training.data import TrainBatches, eval_loader, train_loader
-from .training.ddp_model import move_and_wrap, unwrap_model
-from .training.evaluation import evaluate, evaluating, outputs_in_order
-from .training.loop import TrainLoop
+from .training.evaluation import evaluate, outputs_in_order
+from .training.loop import Signalled, TrainLoop
 from .training.loss_and_metrics import Count, Forward, LossAndMetrics, LossFunction
-from .training.optimizer_step import OptimizerStep, check_optimizer, move_optimizer_state
-from .training.run_folder import RunFolder, plot
+from .training.model import evaluating, move_and_wrap, unwrap_model, use_device
+from .training.rank_sync import check_same
+from .training.run_folder import RunFolder
+from .training.train_state import RngState, TrainState
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
+SET_BY_SCHEDULER = {"lr", "initial_lr"}  # what a scheduler sets in the optimizer's groups
+CHANGE_LR = "after the load, multiply each group's lr and the scheduler's base_lrs by one factor"
+FORMAT = 3  # of a checkpoint; another version's has none, or another number
 
 
 class Handler:
     """Train, evaluate and save a model on every rank of the launch, or on this process alone.
 
     The constructor and all methods are collective, so all ranks call them, except `stop`,
-    `evaluate` and `log`. A signal (SIGTERM or SIGUSR1) ends training with a checkpoint.
+    `evaluate` and `log`. SIGTERM or SIGUSR1 ends training, with a checkpoint if there is a folder
+    for checkpoints.
 
     Args:
         model: The model, not wrapped in DDP.
@@ -45,10 +48,11 @@ class Handler:
         forward: How to run the model on a batch: `forward(model, batch)` returns outputs, targets.
             Default: a batch is `(inputs, targets)`.
         count: `count(batch)` returns how many samples or tokens the loss and metrics of a batch are
-            averaged over, as an integer or a 0-dimensional tensor. It gets the batch as loaded, on
-            the CPU. Gradients are then means over all counted samples of all ranks, even if the
-            counts differ. For a count of 0 the loss must still have finite gradients. Default: the
-            number of samples, which should be the same on all ranks.
+            averaged over: a number, or a 0-dimensional tensor, such as a sum of class weights. It
+            gets the batch as loaded, on the CPU. Gradients are then means over all counted samples
+            of all ranks, even if the counts differ. For a count of 0 the loss must still have
+            finite gradients. Default: the first dimension of the targets (of the first tensor, or
+            `num_graphs`, in a batch that is no pair), which should be the same on all ranks.
         metrics: By name, functions called like `loss_fn`, each a mean over samples, or objects with
             `update(outputs, targets)`, `compute()` and `reset()`, such as those of torchmetrics.
             `compute` is called once per epoch, returns one number and reduces over ranks itself.
@@ -56,7 +60,8 @@ class Handler:
             within an epoch, objects need `state_dict` and `load_state_dict`, and the same number
             of ranks.
         scheduler: A scheduler that steps once per epoch, or `(scheduler, "step")` for one that
-            steps after each optimizer step.
+            steps after each optimizer step. ReduceLROnPlateau gets the validation loss (without
+            validation, the training loss), or with `(scheduler, "val_accuracy")` that value.
         callbacks: Hooks that run during training, in this order, but a Checkpoint after all others.
         device: Where to train; None for the device that `initialize_ddp` chose.
         use_distributed: False for this process alone, True to require a distributed launch, None
@@ -73,8 +78,8 @@ class Handler:
         run_dir: A folder for this run's configuration, log, history and figures, and for a
             checkpoint per epoch, unless `callbacks` has a Checkpoint with its own folder.
         ddp_options: Keywords of DistributedDataParallel, such as `find_unused_parameters`.
-            Even with `broadcast_buffers=False`, evaluation uses rank 0's buffers on all ranks, and
-            checkpoints contain rank 0's buffers.
+            Buffers that `broadcast_buffers=False` leaves to each rank stay its own in evaluation,
+            but checkpoints contain rank 0's.
 
     Raises:
         ValueError: If a setting is wrong or the device does not support it, or if the optimizer
@@ -104,35 +109,52 @@ class Handler:
         run_dir: str | Path | None = None,
         ddp_options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_count("accumulate", accumulate)
-        check_count("sync_every", sync_every)
-        check_optimizer(optimizer, model)
+        settings.check_count("accumulate", accumulate)
+        settings.check_count("sync_every", sync_every)
+        options = dict(ddp_options or {})
+        settings.check_optimizer(optimizer, model, clip_norm is not None or on_nonfinite == "skip")
+        settings.check_settings(clip_norm, precision, on_nonfinite)
+        if options.get("static_graph") and accumulate > 1:
+            raise ValueError(
+                "static_graph does not work with accumulate above 1: leave out one of the two"
+            )
+        self.scheduler, unit = settings.scheduler_and_unit(scheduler)
         wanted = None if device is None else _resolve_device(device, stacklevel=3)
         backend = "gloo" if wanted and wanted.type == "cpu" else None
         #: what initialize_ddp returned
         self.info = initialize_ddp(backend=backend, use_distributed=use_distributed)
-        self.device = self._pick_device(wanted)
+        self.device = settings.pick_device(wanted, precision, self.info)
         self.optimizer = optimizer  #: the optimizer that was given
         self.metrics = dict(metrics or {})
-        self.accumulate, self.sync_every, self.seed = accumulate, sync_every, seed
+        self.accumulate, self.sync_every, self.seed = accumulate, sync_every, operator.index(seed)
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
         distributed = self.info.distributed
-        self.optimizer_step = OptimizerStep(self, scheduler)
-        self.scheduler = self.optimizer_step.scheduler
-        self.loss_and_metrics = LossAndMetrics(self, loss_fn, forward, count)
         self._forward = forward
-        #: the model, wrapped in DDP if there are other ranks
-        self.model = move_and_wrap(model, self.device, ddp_options or {}, distributed)
-        # For everything but training, because a forward pass of DDP may be collective.
-        self._unwrapped = unwrap_model(self.model)
-        move_optimizer_state(optimizer)
-        self.state = train_state.TrainState(self.loss_and_metrics.new_sums(distributed))
-        self.rng = train_state.RngState(seed, self.rank, self.device)
-        self._run_folder = None if run_dir is None or self.rank else RunFolder(run_dir)
+        self._run_folder = None if run_dir is None else RunFolder(run_dir)
         self.callbacks = self._all_callbacks(callbacks, run_dir)
-        self.loop = TrainLoop(self)
-        self.train_batches: TrainBatches | None = None
+        self._rng = RngState(self.seed, self.rank, self.device)
         self._val_loader: DataLoader[Any] | None = None
+        wrapped = move_and_wrap(model, self.device, options, distributed)
+        if optimizer.state:  # Adagrad creates its state early, on the CPU: move it as well
+            optimizer.load_state_dict(optimizer.state_dict())
+        self.loop = TrainLoop(
+            wrapped,
+            optimizer,
+            LossAndMetrics(
+                loss_fn, self.metrics, forward, count, self.device, settings.PRECISIONS[precision]
+            ),
+            self.callbacks,
+            self._rng,
+            scheduler=self.scheduler,
+            scheduler_unit=unit,
+            scaler=torch.amp.GradScaler(self.device.type, enabled=precision == "fp16"),
+            clip_norm=clip_norm,
+            skip_nonfinite=on_nonfinite == "skip",
+            sync_every=sync_every,
+            distributed=distributed,
+            log=self.log,
+            state=TrainState(settings=settings.group_settings(optimizer)),
+        )
 
     # Data
 
@@ -161,7 +183,8 @@ class Handler:
             ValueError: If an option is wrong, or the length of the data differs between ranks.
         """
         made = self._loader(train_loader, data, batch_size, seed=self.seed, **loader)
-        self.train_batches = TrainBatches(made, self, steps_per_epoch)
+        seed_and_rank = {"seed": self.seed, "rank": self.rank, "world_size": self.info.world_size}
+        self.loop.batches = TrainBatches(made, steps_per_epoch, self.accumulate, **seed_and_rank)
 
     def set_val_loader(
         self, data: Dataset[Any] | DataLoader[Any], batch_size: int | None = None, **loader: Any
@@ -176,12 +199,12 @@ class Handler:
         Raises:
             ValueError: If an option is wrong, or the length differs between ranks.
         """
-        self._val_loader = self._shard(data, batch_size, **loader)
+        self._val_loader = self._eval_loader(data, batch_size, **loader)
 
     @property
     def train_loader(self) -> DataLoader[Any] | None:
         """This rank's training loader. Assigning a loader calls `set_train_loader(loader)`."""
-        return self.train_batches.loader if self.train_batches else None
+        return self.loop.batches.loader if self.loop.batches else None
 
     @train_loader.setter
     def train_loader(self, loader: DataLoader[Any]) -> None:
@@ -194,34 +217,49 @@ class Handler:
 
     @val_loader.setter
     def val_loader(self, loader: DataLoader[Any] | None) -> None:
-        self._val_loader = None if loader is None else self._shard(loader)
+        self._val_loader = None if loader is None else self._eval_loader(loader)
 
     # Training and evaluation
 
-    def train(self, epochs: int) -> None:
+    def train(self, epochs: int, max_steps: int | None = None) -> None:
         """Train until `epochs` epochs have ended in total: after `load`, only the missing ones.
 
+        If there is a folder for checkpoints, `train` first saves one there and deletes it, so
+        that a checkpoint that cannot be saved is an error before training.
+
         Args:
-            epochs: How many epochs there are in total, with those before `load`.
+            epochs: How many epochs there are in total, including those before `load`.
+            max_steps: Stop after this many optimizer steps in total, also within an epoch. With its
+                last step, an epoch ends as usual.
 
         Raises:
             ValueError: If there is no training data, or an epoch has no batch.
+            TypeError: On all ranks, if a checkpoint cannot contain the state of some part.
             FloatingPointError: On all ranks, if a loss is not finite.
             SystemExit: With code 143 on all ranks, after SIGTERM or SIGUSR1 on any rank, once a
                 checkpoint is saved.
         """
-        if self.train_batches is None:
+        if max_steps is not None:
+            settings.check_count("max_steps", max_steps)
+        if self.loop.batches is None:
             raise ValueError("there is no training data: call set_train_loader first")
+        use_device(self.device)
+        self._rng.start()
         if self.save_folder is None:
             self.log("no Checkpoint callback and no run_dir: a signal will end training unsaved")
-        self.rng.start()
         try:
-            self.loop.train(epochs)
+            self._try_to_save()
+            self.loop.train(epochs, max_steps, self._validate_if_set)
+        except Signalled:
+            if folder := self.save_folder:
+                self.save(folder / checkpoint.NAME.format(self.step))
+            self.log(f"ended by a signal at step {self.step}")
+            raise
         except (Exception, KeyboardInterrupt) as error:
             self.log(f"ended by {type(error).__name__}: {error}")
             raise
         finally:
-            self.train_batches.rewind()
+            self.loop.batches.rewind()
 
     def stop(self) -> None:
         """Ask all ranks to stop after the next summary; one rank is enough (not collective)."""
@@ -231,8 +269,7 @@ class Handler:
         """Return the mean loss ("loss") and metrics over the validation set, on every rank."""
         if self._val_loader is None:
             raise ValueError("there is no validation data: call set_val_loader first")
-        model, measure = self._unwrapped, self.loss_and_metrics
-        return evaluate(model, measure, self._val_loader, self.info.distributed)
+        return evaluate(self.model, self.loop.task, self._val_loader, self.info.distributed)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean loss and metrics over `batches`, on this rank alone (not collective).
@@ -243,7 +280,7 @@ class Handler:
         Args:
             batches: Batches as a loader returns them, such as a list of them or a DataLoader.
         """
-        return evaluate(self._unwrapped, self.loss_and_metrics, batches, distributed=False)
+        return evaluate(self._unwrapped, self.loop.task, batches, distributed=False)
 
     def predict(
         self, data: Dataset[Any] | DataLoader[Any], batch_size: int | None = None, **loader: Any
@@ -260,7 +297,7 @@ class Handler:
 
         Returns:
             On rank 0 the outputs in data-set order. Tensors become one tensor on the CPU (empty if
-            there are no items). Tuples, dicts, dataclasses and lists become a list with one entry
+            there are no items). Lists, and tuples and dicts of both, become a list with an entry
             per item; pickling it for rank 0 takes several times the time and memory of a tensor.
             Parts without a batch dimension, such as a loss, are left out.
 
@@ -268,10 +305,10 @@ class Handler:
             ValueError: If the model does not return one output per item.
             TypeError: If it returns anything else than the above.
         """
-        model, forward = self._unwrapped, self._forward
+        forward = self._forward
 
-        def outputs(batch: Any) -> Any:
-            return forward(model, batch)[0] if forward else model(inputs_of(batch))
+        def outputs(model: nn.Module, batch: Any) -> Any:
+            return forward(model, batch)[0] if forward else model(_inputs_of(batch))
 
         return self._map(outputs, data, batch_size, loader)
 
@@ -285,8 +322,8 @@ class Handler:
             batch_size: Samples per rank and batch. Default: the existing loader's.
             **loader: Anything else that DataLoader takes, except shuffling and samplers.
         """
-        method = self._method("log_likelihood")
-        return self._map(lambda batch: method(inputs_of(batch)), data, batch_size, loader)
+        method = self._unwrapped.log_likelihood
+        return self._map(lambda _, batch: method(_inputs_of(batch)), data, batch_size, loader)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Return `model.sample(*args, **kwargs)` on rank 0, None elsewhere; the others wait.
@@ -295,8 +332,8 @@ class Handler:
             *args: The arguments of the model's `sample`.
             **kwargs: Its keyword arguments.
         """
-        sample = self._method("sample")
-        with evaluating(self._unwrapped, self.device, self.info.distributed):
+        sample = self._unwrapped.sample
+        with evaluating(self.model, self.device):
             return self._on_rank_0(lambda: sample(*args, **kwargs))
 
     # Checkpoints, figures, log
@@ -311,18 +348,19 @@ class Handler:
 
         Raises:
             OSError: On all ranks, if the file cannot be written.
+            TypeError: On all ranks, if a checkpoint cannot contain the state of some part.
             FloatingPointError: On all ranks, if a weight is not finite. Nothing is saved then.
         """
-        self.rng.start()
-        state = train_state.capture(self)
+        self._rng.start()
+        state = self.loop.state_dict()
 
         def write_checked() -> None:
-            check_finite(self._unwrapped)
-            write(path, state or {})
+            checkpoint.check_finite(self._unwrapped)
+            checkpoint.write(path, state | self._must_match())
 
         self._on_rank_0(write_checked)
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, keep: Sequence[str] = ()) -> None:
         """Load the checkpoint `path`, or the newest intact one in the folder `path`.
 
         If the folder is empty or missing, the run starts from scratch. Rank 0 chooses the file.
@@ -332,22 +370,46 @@ class Handler:
 
         Args:
             path: A checkpoint, or a folder of checkpoints such as `run_dir`. Or a file with the
-                model's state dict, with or without DDP's `module.` prefixes, or a dict with "model"
-                and "optimizer": this loads only the weights and the optimizer's state.
+                model's state dict, with or without DDP's `module.` prefixes, perhaps as "model" in
+                a dict: this loads only the weights.
+            keep: Settings of the optimizer, such as ("lr", "weight_decay"), for which this
+                Handler's values stay. All others come from the checkpoint, with a warning if this
+                run was started with other values than the saved run.
 
         Raises:
             OSError: If the file cannot be read.
             DamagedCheckpoint: If the file, or every checkpoint in the folder, is damaged.
-            ValueError: If the checkpoint does not fit this Handler.
+            RuntimeError: If the names or shapes of the weights are not those of the model.
+            ValueError: If the checkpoint does not fit this Handler, or `keep` has "lr" although
+                there is a scheduler, which sets it.
         """
-        checkpoint = find_on_all_ranks(path) if self.info.distributed else find(path)
-        if checkpoint is None:
+        names = {name for group in self.optimizer.param_groups for name in group} - {"params"}
+        if isinstance(keep, str) or not names >= {*keep}:
+            raise ValueError(f"keep must be a list of {', '.join(sorted(names))}, not {keep!r}")
+        if self.scheduler and not SET_BY_SCHEDULER.isdisjoint(keep):
+            raise ValueError(f"keep has lr, but the scheduler sets it: {CHANGE_LR}")
+        find = checkpoint.find_on_all_ranks if self.info.distributed else checkpoint.find
+        if (latest := find(path)) is None:
             self.log(f"no checkpoint in {path}: starting from scratch")
             return
-        train_state.restore(self, *checkpoint[:2])
-        if self.train_batches:
-            self.train_batches.rewind()
-        self.log(f"loaded {checkpoint[0]}: epoch {self.epoch}, step {self.step}")
+        file, saved = latest[:2]
+        if saved.keys().isdisjoint(("ranks", "samples_seen")):
+            checkpoint.load_weights(self.model, checkpoint.weights_in(file, saved))
+            self.log(f"{file} is not from Handler.save: taking its weights only")
+            return
+        checkpoint.check_fits(file, saved, self._must_match())
+        for change in self._resume_warnings(saved, keep) if self.rank == 0 else ():
+            warnings.warn(f"{file} was saved {change}", stacklevel=2)
+        own = settings.group_settings(self.optimizer)
+        self.loop.load_state_dict(saved, self.rank, self.info.world_size)
+        groups = zip(self.optimizer.param_groups, self.loop.state.settings, own, strict=True)
+        for group, started_with, before in groups:
+            kept = {name: before[name] for name in keep if name in before}
+            group.update(kept)
+            started_with.update(kept)
+        if self.loop.batches:
+            self.loop.batches.rewind()
+        self.log(f"loaded {file}: epoch {self.epoch}, step {self.step}")
 
     def plot_losses(self, path: str | Path) -> None:
         """Plot the losses of each epoch on rank 0; the other ranks wait.
@@ -360,6 +422,8 @@ class Handler:
             ImportError: If matplotlib is not installed.
             OSError: If the file cannot be written.
         """
+        from .extras.figures import plot
+
         self._on_rank_0(lambda: plot(self.history, ["loss"], path))
 
     def plot_metrics(self, path: str | Path) -> None:
@@ -368,6 +432,8 @@ class Handler:
         Args:
             path: The file to write. Its suffix is the format.
         """
+        from .extras.figures import plot
+
         self._on_rank_0(lambda: plot(self.history, list(self.metrics), path))
 
     def log(self, text: str) -> None:
@@ -384,29 +450,38 @@ class Handler:
     # What callbacks and users read
 
     @property
+    def model(self) -> nn.Module:
+        """The model, wrapped in DDP if there are other ranks."""
+        return self.loop.model
+
+    @property
     def epoch(self) -> int:
         """How many epochs have ended."""
-        return self.state.epoch
+        return self.loop.state.epoch
 
     @property
     def step(self) -> int:
-        """How many optimizer steps there were in all epochs, with those that were skipped."""
-        return self.state.step
+        """How many optimizer steps there were in all epochs, including skipped ones."""
+        return self.loop.state.step
 
     @property
     def samples_seen(self) -> int:
         """How many samples all ranks together have drawn in this epoch."""
-        return self.state.samples_seen
+        return self.loop.state.samples_seen
 
     @property
     def history(self) -> dict[str, list[float]]:
         """Each epoch's values, such as "train_loss" and "val_loss"."""
-        return self.state.history
+        return self.loop.state.history
 
     @property
     def running(self) -> dict[str, float]:
         """This epoch's means in the latest summary; {} before it."""
-        return self.state.running
+        return self.loop.running
+
+    @property
+    def _unwrapped(self) -> Any:  # for all but training: DDP's forward may be collective
+        return unwrap_model(self.model)
 
     @property
     def rank(self) -> int:
@@ -416,7 +491,7 @@ class Handler:
     @property
     def skipped(self) -> int:
         """How many optimizer steps were skipped because their gradients were not finite."""
-        return self.optimizer_step.skipped
+        return self.loop.state.skipped
 
     @property
     def train_losses(self) -> list[float]:
@@ -441,7 +516,7 @@ class Handler:
     @property
     def steps_left(self) -> int | None:
         """How many optimizer steps the epoch has left; None if the data has no length."""
-        return self.train_batches.steps_left(self.samples_seen) if self.train_batches else None
+        return self.loop.batches.steps_left(self.samples_seen) if self.loop.batches else None
 
     @property
     def save_folder(self) -> Path | None:
@@ -449,19 +524,6 @@ class Handler:
         return next((c.folder for c in self.callbacks[::-1] if isinstance(c, Checkpoint)), None)
 
     # Wiring
-
-    def _pick_device(self, wanted: torch.device | None) -> torch.device:
-        own, distributed, problem = self.info.device, self.info.distributed, ""
-        if wanted is None or wanted == torch.device(own.type):  # "cuda" means the rank's own GPU
-            wanted = own
-        if distributed and wanted != own:
-            problem = (
-                f"device={wanted}, but rank {self.rank} of the open group uses {own}: leave out "
-                "device, or call cleanup_ddp first"
-            )
-        raise_on_all_ranks(problem, distributed)  # a fixed "cuda:0" is right on rank 0
-        use_device(wanted)
-        return wanted
 
     def _all_callbacks(
         self, callbacks: Sequence[Callback], run_dir: str | Path | None
@@ -476,18 +538,19 @@ class Handler:
             ordered.append(Checkpoint(run_dir))
         if self._run_folder:
             ordered.append(self._run_folder)
-        if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
-            ordered.insert(0, ProgressBar())
         for callback in ordered:
             callback.handler = self
         return ordered
 
-    def _map(self, function: Callable[[Any], Any], data: Any, batch_size: Any, loader: Any) -> Any:
-        batches = self._shard(data, batch_size, **loader)
-        model, measure = self._unwrapped, self.loss_and_metrics
-        return outputs_in_order(function, model, measure, batches, self.info.distributed)
+    def _validate_if_set(self) -> dict[str, float]:
+        return {} if self._val_loader is None else self.validate()
 
-    def _shard(self, data: Any, batch_size: int | None = None, **loader: Any) -> DataLoader[Any]:
+    def _map(self, function: Any, data: Any, batch_size: int | None, loader: Any) -> Any:
+        batches = self._eval_loader(data, batch_size, **loader)
+        task, distributed = self.loop.task, self.info.distributed
+        return outputs_in_order(function, self.model, task, batches, distributed)
+
+    def _eval_loader(self, data: Any, batch_size: int | None = None, **loader: Any) -> Any:
         made = self._loader(eval_loader, data, batch_size, **loader)
         check_same(self.info.distributed, items=len(made.dataset))
         return made
@@ -501,8 +564,46 @@ class Handler:
     def _on_rank_0(self, work: Callable[[], R]) -> R | None:
         return on_rank(0)(work)() if self.info.distributed else work()
 
-    def _method(self, name: str) -> Callable[..., Any]:
-        if not hasattr(self._unwrapped, name):
-            kind = type(self._unwrapped).__name__
-            raise ValueError(f"Handler.{name} calls model.{name}, but {kind} has no such method")
-        return getattr(self._unwrapped, name)
+    # Checkpoints
+
+    def _must_match(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint and the Handler that loads it must share."""
+        return {
+            "format": FORMAT,
+            "seed": self.seed,
+            "metrics": list(self.metrics),
+            "parts": {name: type(part).__name__ for name, part in self.loop.parts.items()},
+            "scheduler_steps_per": "step" if self.loop.scheduler_unit == "step" else "epoch",
+        }
+
+    def _try_to_save(self) -> None:
+        """Save a checkpoint where training will save them, and delete it."""
+        if folder := self.save_folder:
+            self.save(path := folder / ".before_training.pt")
+            if self.rank == 0:
+                path.unlink()
+
+    def _resume_warnings(self, saved: dict[str, Any], keep: Sequence[str]) -> list[str]:
+        """Return a line per group whose settings `saved` replaces, and one if the ranks changed."""
+        changes = []
+        for own, theirs in zip(self.loop.state.settings, saved["settings"], strict=False):
+            changed = [n for n in own if n not in keep and own[n] != theirs.get(n)]
+            before = ", ".join(f"{name}={theirs.get(name)}" for name in changed)
+            now = ", ".join(f"{name}={own[name]}" for name in changed)
+            free = [n for n in changed if not (self.scheduler and n in SET_BY_SCHEDULER)]
+            if changed:
+                advice = f"pass keep={free} to keep yours" if free else CHANGE_LR
+                changes.append(f"with {before}, which replaces {now}: {advice}")
+        ranks, world_size = len(saved["ranks"]), self.info.world_size
+        if self.loop.scheduler_unit == "step" and ranks != world_size:
+            changes.append(
+                f"by {ranks} ranks, and {world_size} ranks take another number of steps per epoch: "
+                "a scheduler that counts steps now ends at another epoch: plan it again, or use "
+                f"{ranks} ranks"
+            )
+        return changes
+
+
+def _inputs_of(batch: Any) -> Any:
+    """Return the model's inputs: the first element of a tuple or list, else the batch itself."""
+    return batch[0] if isinstance(batch, list | tuple) and batch else batch

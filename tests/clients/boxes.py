@@ -64,7 +64,7 @@ def train(epochs=3):
     torch.manual_seed(0)
     model = Detector()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    handler = Handler(model, optimizer, loss_fn, forward=forward)
+    handler = Handler(model, optimizer, loss_fn, forward=forward, count=lambda batch: len(batch[1]))
     handler.set_train_loader(Squares(96), batch_size=4, collate_fn=collate)
     handler.set_val_loader(Squares(25, seed=1), batch_size=4, collate_fn=collate)
     handler.train(epochs)

@@ -6,12 +6,9 @@ those packages are missing, pytest does not even look at these tests: `make test
 """
 
 import sys
-import time
-import uuid
 from pathlib import Path
 
 import pytest
-from harness import MARK, marked
 
 IN_PLACE = Path(sys.prefix).name.endswith("-clients")
 collect_ignore_glob = [] if IN_PLACE else ["test_*.py"]
@@ -31,17 +28,3 @@ def quiet(monkeypatch):
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture(autouse=True)
-def no_process_left(monkeypatch):
-    """Fail a test that leaves any process behind, even one that has another parent by now."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-    yield
-    deadline = time.monotonic() + 10
-    while (left := marked(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for process in left:
-        process.kill()
-    assert not left, f"processes left behind: {left}"

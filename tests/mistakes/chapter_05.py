@@ -26,15 +26,6 @@ def zeroed_each_time(model, loss_of, microbatches):
             (loss_of(microbatch) / len(microbatches)).backward()
 
 
-def forward_outside(model, loss_of, microbatches):
-    """Whether DDP synchronizes is decided in forward."""
-    losses = [loss_of(microbatch) / len(microbatches) for microbatch in microbatches]
-    with model.no_sync():
-        for loss in losses[:-1]:
-            loss.backward()
-    losses[-1].backward()
-
-
 def without_backward(model, loss_of, microbatches):
     return sum(loss_of(microbatch) for microbatch in microbatches) / len(microbatches)
 

@@ -13,15 +13,10 @@ def the_local_rank(rank, local_rank, visible):
     return local_rank
 
 
-def the_first_for_all(rank, local_rank, visible):
-    return 0
-
-
 MISTAKES = {
     "device_index": [
         (the_rank, "with two ranks per node, rank 2 (local rank 0) takes index 2"),
         (the_rank_wrapped, "with --distribution=cyclic, ranks 0 and 2 are on one node and share"),
         (the_local_rank, "with --gpus-per-task=1, rank 1 (local rank 1) takes index 1"),
-        (the_first_for_all, "with two ranks per node, ranks 0 and 1 are on one node and share"),
     ]
 }

@@ -9,10 +9,6 @@ def whole_stream(stream, rank, world_size):
     yield from stream
 
 
-def shard_by_rank(stream, rank, world_size):
-    yield from islice(stream, rank, None, world_size)
-
-
 def shard_by_worker(stream, rank, world_size):
     info = get_worker_info()
     worker, workers = (info.id, info.num_workers) if info else (0, 1)
@@ -25,10 +21,6 @@ def shard_cut_even(stream, rank, world_size):
     size = len(stream) // (world_size * workers)
     start = (rank * workers + worker) * size
     yield from islice(stream, start, start + size)
-
-
-def shard_of_nothing(stream, rank, world_size):
-    yield from ()
 
 
 def shard_for_two_workers(stream, rank, world_size):
@@ -46,8 +38,6 @@ def shard_for_two_ranks(stream, rank, world_size):
 MISTAKES = {
     "shard": [
         (whole_stream, "every worker of every rank yields the whole stream"),
-        (shard_by_rank, "with 2 workers per rank, two workers of one rank yield the same items"),
-        (shard_of_nothing, "with 0 workers per rank, nobody yields the items [0, 1, 2, 3"),
         (shard_for_two_workers, "with 3 workers per rank, two workers of one rank"),
         (shard_by_worker, "so `rank` makes no difference"),
         (shard_for_two_ranks, "but not on 3"),

@@ -2,12 +2,15 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .checkpoint import NAME, numbered, remove_temporary_files, step_of
-from .checks import check_count
+from .settings import check_count
+
+if TYPE_CHECKING:
+    from ..handler import Handler
 
 
 class Callback:
@@ -20,7 +23,7 @@ class Callback:
     the next summary.
     """
 
-    handler: Any  # the Handler, which sets it when it gets this callback
+    handler: "Handler"  # set by the Handler that gets this callback
 
     def on_train_start(self) -> None:
         """Called when `train` starts, before its first epoch."""
@@ -28,20 +31,21 @@ class Callback:
     def on_epoch_start(self) -> None:
         """Called before the first batch of an epoch, and again if the epoch is resumed.
 
-        The model is in train mode. What the hook changes, such as `layer.eval()`, stays.
+        The model is in train mode. What the hook changes, such as `layer.eval()`, stays. It must
+        not freeze or unfreeze parameters: DDP does not notice, so the next step would be an error.
         """
 
     def on_step_end(self) -> None:
         """Called after each optimizer step; `handler.step` counts it."""
+
+    def on_validation_start(self) -> None:
+        """Called after the last step of each epoch, before validation, if there is any."""
 
     def on_epoch_end(self) -> None:
         """Called after validation; the history and `handler.epoch` already include this epoch."""
 
     def on_train_end(self) -> None:
         """Called after the last epoch; not after an exception or a signal."""
-
-    def _history_names(self) -> Iterable[str]:
-        return ()  # of the lists that this callback adds to the history
 
 
 class EarlyStopping(Callback):
@@ -69,12 +73,11 @@ class EarlyStopping(Callback):
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
 
     def on_train_start(self) -> None:
-        _check_monitor(self.handler, self.monitor)
         if self.handler.history.get(self.monitor):  # the run that saved may have stopped early
             self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
-        values = _monitored(self.handler, self.monitor)
+        values = monitored(self.handler.history, self.monitor)
         if (waited := _epochs_since_best(values, self.min_delta, self.mode)) >= self.patience:
             self.handler.log(f"{self.monitor} has not improved for {waited} epochs: stopping")
             self.handler.stop()
@@ -88,28 +91,24 @@ class LearningRateMonitor(Callback):
     """
 
     def on_epoch_start(self) -> None:
-        for name, group in self._history_names().items():
-            rates = self.handler.history.setdefault(name, [])
+        for number, group in enumerate(self.handler.optimizer.param_groups):
+            rates = self.handler.history.setdefault(f"lr_{number}" if number else "lr", [])
             rates += [math.nan] * (self.handler.epoch - len(rates))
             if len(rates) == self.handler.epoch:  # a resumed epoch has its value already
                 rates.append(float(group["lr"]))
-
-    def _history_names(self) -> dict[str, Any]:
-        groups = enumerate(self.handler.optimizer.param_groups)
-        return {f"lr_{number}" if number else "lr": group for number, group in groups}
 
 
 class Checkpoint(Callback):
     """Save checkpoints into `folder` during training, and once more at the end.
 
     Rank 0 writes the files, which are named by the optimizer step: step_000000120.pt. `Handler`
-    also saves here when a signal ends training (with several, in the folder of the last one).
+    also saves here when a signal ends training (if there are several, in the last one's folder).
     `Handler.load(folder)` loads the newest file.
 
     Args:
         folder: Where to save.
-        every_epochs: Save after this many epochs; None for never.
-        every_steps: Save after this many optimizer steps; None for never.
+        every_epochs: Epochs between two saves; None for never.
+        every_steps: Optimizer steps between two saves; None for never.
         keep: How many of the newest files to keep.
         monitor: The name of a list in `handler.history`. If given, best.pt is the checkpoint of
             the epoch with the best value so far.
@@ -137,7 +136,6 @@ class Checkpoint(Callback):
         self.every_epochs, self.every_steps, self.keep = every_epochs, every_steps, keep
 
     def on_train_start(self) -> None:
-        _check_monitor(self.handler, self.monitor)
         self._saved = self.handler.step, self.handler.epoch
         if self.handler.rank == 0:
             remove_temporary_files(self.folder)
@@ -156,7 +154,7 @@ class Checkpoint(Callback):
         if self.every_epochs and self.handler.epoch % self.every_epochs == 0:
             self._save()
         if self.monitor:
-            values = _monitored(self.handler, self.monitor)
+            values = monitored(self.handler.history, self.monitor)
             if math.isfinite(values[-1]) and _epochs_since_best(values, 0.0, self.mode) == 0:
                 self.handler.save(self.folder / "best.pt")
 
@@ -176,67 +174,17 @@ class Checkpoint(Callback):
                 path.unlink(missing_ok=True)
 
 
-class ProgressBar(Callback):
-    """Show a progress bar per epoch on standard error. Without tqdm, warn instead."""
-
-    _bar: Any = None
-
-    def on_epoch_start(self) -> None:
-        self.on_epoch_end()
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
-            return
-        self._bar = tqdm(desc=f"epoch {self.handler.epoch + 1}", total=self.handler.steps_left)
-
-    def on_step_end(self) -> None:
-        if self._bar is not None:  # a bar without a length is falsy
-            self._bar.set_postfix(self.handler.running, refresh=False)
-            self._bar.update()
-
-    def on_epoch_end(self) -> None:
-        """Close the bar, so that the next output starts on a line of its own."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    on_train_end = on_epoch_end
-
-
 def _check_mode(mode: str) -> None:
     if mode not in ("min", "max"):
         raise ValueError(f'mode must be "min" or "max", not {mode!r}')
 
 
-def _check_monitor(handler: Any, name: str | None) -> None:
-    """Raise ValueError before training if no epoch will record `name`.
-
-    With a callback of the user's own, which may record anything, warn at most.
-    """
-    parts = ["train"] if handler.val_loader is None else ["train", "val"]
-    known = {f"{part}_{n}" for part in parts for n in ("loss", *handler.metrics)}
-    for callback in handler.callbacks:
-        known.update(callback._history_names())
-    if name is None or name in known | handler.history.keys():
-        return
-    package = f"{__package__.rpartition('.')[0]}."
-    if all(type(c).__module__.startswith(package) for c in handler.callbacks):
-        _check_recorded(name, known)
-    elif name.removeprefix("val_") in ("loss", *handler.metrics):
-        warnings.warn(f"monitor={name!r} will fail without validation data", stacklevel=2)
-
-
-def _monitored(handler: Any, name: str) -> Sequence[float]:
-    _check_recorded(name, {name for name, values in handler.history.items() if values})
-    return handler.history[name]
-
-
-def _check_recorded(name: str, known: set[str]) -> None:
-    if name not in known:
-        raise ValueError(
-            f"nothing is recorded under monitor={name!r}: use one of {', '.join(sorted(known))}"
-        )
+def monitored(history: Mapping[str, list[float]], name: str) -> list[float]:
+    """Return the list `name` of the history; raise ValueError if no epoch has recorded it."""
+    if not history.get(name):
+        known = ", ".join(sorted(known for known, values in history.items() if values))
+        raise ValueError(f"the history has no values of {name!r}: use one of {known}")
+    return history[name]
 
 
 def _epochs_since_best(values: Sequence[float], min_delta: float, mode: str) -> int:

@@ -8,19 +8,20 @@ import uuid
 import warnings
 import zipfile
 import zlib
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..collectives import broadcast_object, exchange_objects
 from ..decorators import on_rank
-from .batches import CPU, move
-from .ddp_model import unwrap_model
+from .model import CPU, move, unwrap_model
 
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
 CHUNK = 2**23  # bytes that are read, or sent to other ranks, at a time
@@ -36,22 +37,27 @@ def write(path: str | Path, state: Mapping[str, Any]) -> None:
 
     Args:
         path: The file. Folders above it are created.
-        state: Tensors and plain values, in dicts, lists and tuples.
+        state: Tensors and plain values, in dicts, lists and tuples. NumPy's numbers are saved as
+            Python's.
 
     Raises:
         OSError: If the file cannot be written. The old file stays.
         TypeError: If `state` has a value that `read` would reject. The old file stays.
     """
+    plain = _plain(dict(state))
     path = Path(path).resolve()  # for a link, the file that it points to
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("x+b") as file:
-            _save(dict(state), file)
-        _check_readable(temporary)
-        temporary.replace(path)
+            _save(plain, file)
+        _move_into_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _move_into_place(temporary: Path, path: Path) -> None:
+    temporary.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)  # only this puts the new name on disk
     try:
         os.fsync(folder)
@@ -87,7 +93,9 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged headers can raise any type, also OSError
             reason = _reason(error)
-            raise DamagedCheckpoint(f"{path} is not a complete checkpoint: {reason}") from error
+            raise DamagedCheckpoint(
+                f"{path} is not a complete checkpoint, or has more than plain data: {reason}"
+            ) from error
     if not isinstance(state, dict):
         raise DamagedCheckpoint(f"{path} has a {type(state).__name__}, but a checkpoint is a dict")
     return state, checksum
@@ -96,8 +104,8 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
 def find(path: str | Path) -> tuple[Path, dict[str, Any], int] | None:
     """Load the file `path`, or the newest intact checkpoint in the folder `path`.
 
-    If `path` does not exist, it counts as a file if it ends in .pt, .pth or .ckpt. There is a
-    warning for each damaged file that is passed over.
+    If `path` does not exist, it counts as a file if it ends in .pt, .pth, .ckpt or .bin. There is
+    a warning for each damaged file that is passed over.
 
     Returns:
         The checkpoint's path, state and checksum; None if the folder has no checkpoint.
@@ -107,7 +115,7 @@ def find(path: str | Path) -> tuple[Path, dict[str, Any], int] | None:
         OSError: If the disk fails. The file may be intact, so no older one is loaded instead.
     """
     path = Path(path)
-    if path.is_file() or (path.suffix in (".pt", ".pth", ".ckpt") and not path.is_dir()):
+    if path.is_file() or (path.suffix in (".pt", ".pth", ".ckpt", ".bin") and not path.is_dir()):
         return path, *_read(path)
     paths = numbered(path)
     for file in reversed(paths):
@@ -171,9 +179,9 @@ def remove_temporary_files(folder: str | Path) -> None:
 
 
 def weights(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of `model` on the CPU, with the names of the model that you passed.
+    """Return `model`'s state dict on the CPU, without the name prefixes of DDP and torch.compile.
 
-    Those are the names without DDP and torch.compile. Tied weights share one copy.
+    Tied weights share one copy.
     """
     model = unwrap_model(model)
     state, tied = model.state_dict(), model.named_parameters(remove_duplicate=False)
@@ -194,6 +202,32 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     if given.keys() != own.keys() and all(name.startswith(WRAPPED) for name in given):
         given = {name.removeprefix(WRAPPED): value for name, value in given.items()}
     model.load_state_dict({own.get(name, name): value for name, value in given.items()})
+
+
+def check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a Handler with these settings can load `saved`."""
+    if saved.get("format") != own["format"]:
+        raise ValueError(
+            f"{path} is from another version of ddp_ref: load its weights with "
+            'torch.load(path)["model"] and model.load_state_dict'
+        )
+    for name, value in own.items():
+        if saved[name] != value:
+            raise ValueError(
+                f"{path} was saved with {name} {saved[name]!r}, not {value!r}: create this "
+                "Handler with the same value, or start from scratch in another folder"
+            )
+
+
+def weights_in(path: Path, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the weights of a file that Handler did not save: all of it, or its "model"."""
+    state = saved["model"] if isinstance(saved.get("model"), dict) else saved
+    if not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(
+            f"{path} has no weights, only the keys {list(saved)}: pass a checkpoint of Handler, a "
+            'state dict of the model, or a dict with "model"'
+        )
+    return state
 
 
 def check_finite(model: nn.Module) -> None:
@@ -223,7 +257,7 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:
-        # After a failed write torch.save cannot end its archive, and that error hides the first.
+        # After a failed write, torch.save also fails to close its archive: show the first error.
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -231,14 +265,33 @@ def _save(state: dict[str, Any], file: BinaryIO) -> None:
     os.fsync(file.fileno())
 
 
-def _check_readable(path: Path) -> None:
-    """Raise TypeError if `read` would reject the file: now is the time to know, not on resume."""
+def _plain(value: Any, name: str = "") -> Any:
+    """Return `value` with Python's numbers for NumPy's; raise TypeError if `read` would reject it.
+
+    Args:
+        value: What is to be saved.
+        name: Its keys in the checkpoint, for the error.
+    """
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (Tensor, nn.Parameter, bool, int, float, str, bytes, type(None)):
+        return value
+    if type(value) in (dict, OrderedDict, Counter):
+        parts = {_plain(key): _plain(part, f"{name}[{key!r}]") for key, part in value.items()}
+        return type(value)(parts)
+    if type(value) in (list, tuple):
+        return type(value)(_plain(part, f"{name}[{n}]") for n, part in enumerate(value))
+    file = io.BytesIO()
     try:
-        torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensor
-    except OSError:
-        raise
-    except Exception as error:
-        raise TypeError(f"a checkpoint cannot contain this state: {_reason(error)}") from error
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception as error:  # pickle, or a __reduce__ of the user's
+        raise TypeError(
+            f"a checkpoint cannot contain {name}, a {type(value).__name__}: save tensors and plain "
+            f"values ({_reason(error)})"
+        ) from error
+    return value
 
 
 def _reason(error: Exception) -> str:

@@ -1,11 +1,8 @@
-"""The loaders that give each rank its batches, for `Handler` and for training loops of your own.
-
-`Handler` reads its training loader through TrainBatches.
-"""
+"""The loaders that give each rank its batches, for `Handler` and for training loops of your own."""
 
 import warnings
 from collections.abc import Generator, Iterator, Mapping
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 import torch.distributed as dist
@@ -13,14 +10,21 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
 from ..randomness import seed_from
-from .checks import check_count, check_same
 from .loader_workers import Loader
-from .samplers import SeededDataset, ShardSampler, TrainSampler
-from .train_state import TrainState
+from .rank_sync import check_same
+from .samplers import SeededDataset, TrainSampler
+from .settings import check_count
 
-# What a rebuilt loader has of the old one, and what only one with workers can have.
-KEPT = ("num_workers", "collate_fn", "pin_memory", "drop_last", "worker_init_fn")
-OF_WORKERS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+# The options that a rebuilt loader keeps. The second list needs num_workers above 0.
+KEPT_OPTIONS = (
+    "batch_size",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "worker_init_fn",
+)
+WORKER_OPTIONS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 
 
 def train_loader(
@@ -35,8 +39,8 @@ def train_loader(
 ) -> DataLoader[Any]:
     """Return a DataLoader for this rank's training batches.
 
-    It has a TrainSampler and seeds each sample (see SeededDataset, in which it wraps your data
-    set: a `worker_init_fn` finds yours in `get_worker_info().dataset.dataset`). In your own loop,
+    It has a TrainSampler, and a SeededDataset that wraps your data set and seeds each sample. A
+    `worker_init_fn` finds your data set in `get_worker_info().dataset.dataset`. In your own loop,
     call `loader.sampler.set_epoch(epoch)` before each epoch.
 
     A `sampler` or `batch_sampler` of yours is used as it is, if there is one rank, or if its
@@ -57,32 +61,21 @@ def train_loader(
     Raises:
         ValueError: If the data or the sampler cannot be used as described.
     """
-    rank, world_size = _shard(rank, world_size)
-    given = batch_size
-    dataset, batch_size, loader = _unpack(data, batch_size, loader)
-    in_random_order = shuffle is not False
-    if isinstance(data, DataLoader):
-        if data.batch_size is None and data.batch_sampler is not None:
-            loader.setdefault("batch_sampler", data.batch_sampler)
-        elif (existing := _shuffles(data.sampler)) is not None:
-            in_random_order = existing if shuffle is None else shuffle
-        elif not isinstance(dataset, IterableDataset):
-            loader.setdefault("sampler", data.sampler)
-    own = next((n for n in ("batch_sampler", "sampler") if loader.get(n) is not None), None)
+    rank, world_size = _rank_and_world_size(rank, world_size)
+    dataset, options = _unpack(data, batch_size, {"shuffle": shuffle} | loader)
+    own = next((n for n in ("batch_sampler", "sampler") if options.get(n) is not None), None)
     if own:
-        _check_sampler(own, loader[own], rank, world_size)
-        loader["shuffle"] = shuffle  # True is an error of DataLoader
-    elif isinstance(dataset, IterableDataset):
-        loader["shuffle"] = shuffle  # DataLoader knows which streams can be shuffled
-    else:
+        _check_sampler(own, options[own], rank, world_size)
+        options["shuffle"] = shuffle  # True is an error of DataLoader
+    elif not isinstance(dataset, IterableDataset):
+        size = length_of(dataset)
+        check_count("batch_size", options.get("batch_size"))
+        in_random_order = options.pop("shuffle") is not False
         shard = {"rank": rank, "world_size": world_size, "seed": seed}
-        loader["sampler"] = TrainSampler(length_of(dataset), shuffle=in_random_order, **shard)
-        check_count("batch_size", batch_size)
-        dataset = SeededDataset(dataset, seed, loader.get("collate_fn"))
-        loader["collate_fn"] = _already_collated
-    if own != "batch_sampler" or given is not None:  # DataLoader refuses both together
-        loader["batch_size"] = batch_size
-    return Loader(dataset, seed_from(seed, rank), **loader)
+        options["sampler"] = TrainSampler(size, shuffle=in_random_order, **shard)
+        dataset = SeededDataset(dataset, seed, options.get("collate_fn"))
+        options["collate_fn"] = _already_collated
+    return Loader(dataset, seed_from(seed, rank), **options)
 
 
 def eval_loader(
@@ -108,22 +101,22 @@ def eval_loader(
     Raises:
         ValueError: If the data has no length, or an option would change the items or the order.
     """
-    rank, world_size = _shard(rank, world_size)
+    rank, world_size = _rank_and_world_size(rank, world_size)
     if given := [n for n in ("shuffle", "sampler", "batch_sampler", "drop_last") if loader.get(n)]:
         raise ValueError(f"evaluation uses all items in order: leave out {', '.join(given)}")
-    dataset, batch_size, loader = _unpack(data, batch_size, loader)
+    dataset, options = _unpack(data, batch_size, loader)
     if isinstance(dataset, IterableDataset):
         raise ValueError("an IterableDataset cannot be evaluated exactly: make a list of its items")
-    if isinstance(data, DataLoader):
-        own = (data.batch_size is None and data.batch_sampler) or data.sampler
-        if _shuffles(own) is None and type(own) not in (ShardSampler, DistributedSampler):
-            raise ValueError(
-                f"evaluation uses each item once, but a {type(own).__name__} may not: pass a Subset"
-            )
-        loader["drop_last"] = False
-    loader["sampler"] = ShardSampler(length_of(dataset), rank=rank, world_size=world_size)
-    check_count("batch_size", batch_size)
-    return Loader(dataset, seed_from(rank), batch_size=batch_size, **loader)
+    own = options.pop("batch_sampler", None) or options.get("sampler")
+    ours = isinstance(data, Loader) and type(own) is range  # from a loader of this function
+    if not ours and type(own) not in (type(None), DistributedSampler):
+        raise ValueError(
+            f"evaluation uses each item once, but a {type(own).__name__} may not: pass a Subset"
+        )
+    shard = range(rank, length_of(dataset), world_size)
+    check_count("batch_size", options.get("batch_size"))
+    in_order = {"shuffle": None, "drop_last": False, "sampler": shard}
+    return Loader(dataset, seed_from(rank), **options | in_order)
 
 
 class TrainBatches:
@@ -131,17 +124,28 @@ class TrainBatches:
 
     Args:
         loader: This rank's loader, from `train_loader`.
-        handler: The Handler, for its rank, seed and `accumulate`.
         steps_per_epoch: Optimizer steps per epoch, for an IterableDataset or a batch sampler
             without a length; None to go to its end.
+        accumulate: Batches per optimizer step.
+        seed: The seed of the loader's workers.
+        rank: This rank.
+        world_size: The number of ranks.
 
     Raises:
         ValueError: If data without a length has no `steps_per_epoch` on several ranks, or if data
             with a length has it. If the lengths differ between ranks, all ranks raise.
     """
 
-    def __init__(self, loader: DataLoader[Any], handler: Any, steps_per_epoch: int | None) -> None:
-        world_size = handler.info.world_size
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        steps_per_epoch: int | None,
+        accumulate: int = 1,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
         unsized = isinstance(loader.dataset, IterableDataset) or length_or_none(loader) is None
         if steps_per_epoch is not None:
             check_count("steps_per_epoch", steps_per_epoch)
@@ -149,69 +153,62 @@ class TrainBatches:
                 raise ValueError("steps_per_epoch is for data without a length: leave it out here")
         elif unsized and world_size > 1:
             raise ValueError("data without a length may differ between ranks: pass steps_per_epoch")
-        self.loader, self.handler, self.steps_per_epoch = loader, handler, steps_per_epoch
-        self._sampler = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
+        self.loader, self.steps_per_epoch, self.accumulate = loader, steps_per_epoch, accumulate
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self._sampler = own = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
+        #: what must stay the same within an epoch
+        self.fingerprint = {"samples": own and own.size, "shuffle": own and own.shuffle}
         # A batch sampler without a batch_size counts each of its batches as one sample.
         batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
         #: how many samples all ranks together draw in one batch each
         self.samples_per_batch = batch_size * world_size
         self._stream = self._endless()
         self._check_lengths()
-        if (own := self._sampler) and own.repeated:
-            why = "so that all ranks take the same number of steps"
-            handler.log(f"each epoch repeats {own.repeated} of the {own.size} samples, {why}")
 
     def rewind(self) -> None:
         """Read a stream from its beginning again, and end the workers that read it so far."""
         self._stream.close()
         self._stream = self._endless()
 
-    def seek(self, state: TrainState) -> bool:
-        """Make `windows` start where `state` is; return False if the epoch must start again.
+    def seek(self, epoch: int, samples_seen: int) -> bool:
+        """Make `windows` start here; return False if the epoch must start again.
 
         Only a TrainSampler can start in the middle of an epoch, at any world size.
-
-        Raises:
-            ValueError: If the epoch started with another data set, or another order of it.
         """
-        own = self._sampler
-        data = {"samples": getattr(own, "size", None), "shuffle": getattr(own, "shuffle", None)}
-        if state.samples_seen and state.data != data:
-            raise ValueError(
-                f"an epoch that started with {state.data} cannot go on with {data}: use the same "
-                "data, shuffle and sampler, or load a checkpoint from the end of an epoch"
-            )
-        state.data = data
         if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
-            seed = seed_from(self.handler.seed, state.epoch, self.handler.rank)
-            self.loader.generator.manual_seed(seed)  # of a plain sampler, and of the workers
-        if self._sampler:
-            self._sampler.set_epoch(state.epoch, state.samples_seen)
+            seed = seed_from(self.seed, epoch, self.rank)
+            self.loader.generator.manual_seed(seed)  # of the workers
+        dataset, outer = self.loader.dataset, self.loader.batch_sampler
+        parts: list[Any] = [dataset]  # not the data set inside a SeededDataset: see there
+        if self._sampler is None:
+            parts += [self.loader.sampler, outer, getattr(outer, "sampler", None)]
+        for part in parts:
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch, samples_seen)
             return True
-        outer = self.loader.batch_sampler
-        for sampler in (self.loader.sampler, outer, getattr(outer, "sampler", None)):
-            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(state.epoch)
         self._check_lengths()  # again, because a sampler's length may change with the epoch
-        if state.samples_seen:
+        if samples_seen:
             why = "because only Handler's own sampler can continue in the middle of an epoch"
-            warnings.warn(f"epoch {state.epoch + 1} starts again, {why}", stacklevel=2)
-        return not state.samples_seen
+            warnings.warn(f"epoch {epoch + 1} starts again, {why}", stacklevel=2)
+        return not samples_seen
 
-    def windows(self) -> Iterator[list[Any]]:
-        """Yield the batches of each remaining optimizer step of the epoch."""
-        accumulate, steps = self.handler.accumulate, self.steps_per_epoch
-        batches = islice(self._stream, steps * accumulate) if steps else iter(self.loader)
-        return iter(lambda: list(islice(batches, accumulate)), [])
+    def windows(self) -> Iterator[list[tuple[Any, int | None]]]:
+        """Yield the remaining optimizer steps of the epoch: each batch, and its number of items."""
+        steps = self.steps_per_epoch
+        batches = islice(self._stream, steps * self.accumulate) if steps else self.loader
+        pairs = zip(batches, items_of_batches(self.loader), strict=False)
+        return iter(lambda: list(islice(pairs, self.accumulate)), [])
 
     def steps_left(self, samples_seen: int) -> int | None:
         """Return how many steps of the epoch are left; None if the data has no length."""
-        accumulate, steps = self.handler.accumulate, self.steps_per_epoch
+        accumulate, steps = self.accumulate, self.steps_per_epoch
         # With a TrainSampler, a loader's length is the number of batches after its start.
         batches = length_or_none(self.loader) if steps is None else steps * accumulate
         if batches is None:
             return None
-        start = self._sampler.samples_seen if self._sampler else 0
+        start = 0 if self._sampler is None else self._sampler.samples_seen
         taken = (samples_seen - start) // self.samples_per_batch
         return -(-max(0, batches - taken) // accumulate)
 
@@ -229,8 +226,18 @@ class TrainBatches:
         items, batches = length_or_none(self.loader.dataset), length_or_none(self.loader)
         if self.steps_per_epoch is not None:
             items = batches = None  # streams may differ in length, but not in the number of steps
-        steps = {"steps_per_epoch": self.steps_per_epoch}
-        check_same(self.handler.info.distributed, items=items, batches=batches, **steps)
+        steps = self.steps_per_epoch
+        check_same(self.world_size > 1, items=items, batches=batches, steps_per_epoch=steps)
+
+
+def items_of_batches(loader: Any) -> Iterator[int | None]:
+    """Yield the number of items in each batch; None if it is not known."""
+    size = (loader.batch_size or 0) if isinstance(loader, DataLoader) else 0
+    left = (size and length_or_none(loader.sampler)) or 0
+    while left > 0:
+        yield min(left, size)
+        left -= size
+    yield from repeat(None)
 
 
 def length_of(dataset: Any) -> int:
@@ -255,16 +262,14 @@ def length_or_none(data: Any) -> int | None:
         return None
 
 
-def _shard(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     grouped = dist.is_available() and dist.is_initialized()
     own, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     return own if rank is None else rank, size if world_size is None else world_size
 
 
-def _unpack(
-    data: Any, batch_size: int | None, given: Mapping[str, Any]
-) -> tuple[Any, int | None, dict[str, Any]]:
-    """Return the data set, batch size and loader options; an existing loader's, unless `given`."""
+def _unpack(data: Any, batch_size: int | None, given: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the data set and the loader's options: an existing loader's, unless `given`."""
     if given.get("in_order") is False:
         raise ValueError("in_order=False would mix up the order of the samples: leave it out")
     options: dict[str, Any] = {}
@@ -276,12 +281,23 @@ def _unpack(
                 f"{kind.__name__} makes its batches in its own __iter__ or _get_iterator, so it "
                 "cannot be sharded: pass its data set, or an IterableDataset that yields batches"
             )
-        kept = KEPT + (OF_WORKERS if given.get("num_workers", data.num_workers) else ())
+        kept = KEPT_OPTIONS + (WORKER_OPTIONS if given.get("num_workers", data.num_workers) else ())
         options = {name: getattr(data, name) for name in kept}
-        data, batch_size = data.dataset, data.batch_size if batch_size is None else batch_size
+        if data.batch_size is None:
+            options["batch_sampler"] = data.batch_sampler
+        elif (shuffles := _shuffles(data.sampler)) is not None:
+            options["shuffle"] = shuffles
+        elif not isinstance(data.dataset, IterableDataset):
+            options["sampler"] = data.sampler
+        data = data.dataset
     if isinstance(data, SeededDataset):  # from a loader of ours
         options["collate_fn"], data = data.collate_fn, data.dataset
-    return data, batch_size, options | dict(given)
+    options |= {name: value for name, value in given.items() if value is not None}
+    if batch_size is not None:
+        options["batch_size"] = batch_size
+    elif options.get("batch_sampler") is not None:
+        options.pop("batch_size", None)  # DataLoader refuses both together
+    return data, {"shuffle": None} | options
 
 
 def _shuffles(sampler: Any) -> bool | None:

@@ -1,8 +1,6 @@
 """Evaluate a model, each rank on its shard, and bring the outputs into data-set order."""
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -12,55 +10,39 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..collectives import exchange_objects, gather_objects, move_tensor
-from .batches import CPU, move, use_device
+from .data import items_of_batches
 from .loss_and_metrics import LossAndMetrics
-from .rank_sync import all_means
-
-
-@contextmanager
-def evaluating(model: nn.Module, device: torch.device, distributed: bool) -> Iterator[None]:
-    """Put `model` into eval mode, without gradients and with rank 0's buffers (collective).
-
-    BatchNorm's buffers differ between ranks, because each rank has seen its own samples.
-    """
-    use_device(device)
-    if distributed and (buffers := list(model.buffers())):
-        # Like DDP, send all buffers of a dtype in one message (up to 256 MiB).
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, 2**28, 0)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+from .model import CPU, evaluating, move
 
 
 def evaluate(
-    model: nn.Module, measure: LossAndMetrics, batches: Iterable[Any], distributed: bool
+    model: nn.Module, task: LossAndMetrics, batches: Iterable[Any], distributed: bool
 ) -> dict[str, float]:
     """Return the mean loss and the metrics over all batches (collective if `distributed`)."""
-    sums = measure.new_sums(distributed)
-    with evaluating(model, measure.device, distributed):
-        for batch in batches:
-            sums.add(measure.count(batch), measure(model, batch))
-    return all_means(sums, measure.device, distributed) | sums.compute(distributed)
+    sums = task.new_sums(distributed)
+    with evaluating(model, task.device) as inner:
+        for batch, items in zip(batches, items_of_batches(batches), strict=False):
+            count = task.count(batch, items)  # before `forward`, which may change the batch
+            with task.autocast:
+                outputs, targets = task.forward(inner, batch)
+                sums.add(count, task.loss_fn(outputs, targets), outputs, targets)
+            sums.commit()
+    return sums.means() | sums.compute()
 
 
 def outputs_in_order(
-    function: Callable[[Any], Any],
+    function: Callable[[nn.Module, Any], Any],
     model: nn.Module,
-    measure: LossAndMetrics,
+    task: LossAndMetrics,
     loader: DataLoader[Any],
     distributed: bool,
 ) -> Any:
     """Apply `function` to all batches and gather the outputs on rank 0 (collective).
 
     Args:
-        function: Takes a batch on the device, runs the model and returns one output per sample.
-        model: The model, which is put into eval mode.
-        measure: Where and in which precision to compute.
+        function: Runs the model on a batch, which is on the device; returns one output per item.
+        model: The model, perhaps in DDP. `function` gets the one inside, in eval mode.
+        task: Where and in which precision to compute.
         loader: This rank's batches, from `eval_loader`.
         distributed: Whether there are other ranks.
 
@@ -72,30 +54,20 @@ def outputs_in_order(
     Raises:
         ValueError: If there is not one output per item, or, on all ranks, if some outputs are
             tensors and others are not, or their rows differ in shape or dtype.
-        TypeError: If an output is neither a tensor, a tuple, a dict, a dataclass nor a list.
+        TypeError: If an output is neither a tensor nor a list, nor a tuple or dict of them.
     """
     batches: list[Any] = []
-    left = len(loader.sampler)  # type: ignore[arg-type]  # a ShardSampler has a length
-    with evaluating(model, measure.device, distributed):
-        for batch in loader:
-            samples = min(left, loader.batch_size or 1)  # whatever a collate_fn makes of them
-            left -= samples
-            with measure.autocast():  # not around the loader: data sets may compute
-                outputs = function(move(batch, measure.device))
-            if isinstance(outputs, Tensor) and not outputs.dim():
-                outputs = outputs.reshape(1)  # one item, squeezed
-            if (rows := _rows(outputs, samples)) is None:
-                raise TypeError(
-                    "outputs must be tensors with one row per item, a tuple or dict of them, or a "
-                    f"list, not {type(outputs).__name__}"
-                )
-            batches.append(rows)
+    with evaluating(model, task.device) as inner:
+        for batch, items in zip(loader, items_of_batches(loader), strict=False):
+            with task.autocast:
+                batches.append(_rows(function(inner, move(batch, task.device)), items))
     # A rank without items cannot tell which kind of output the other ranks have.
     own = {(r.shape[1:], r.dtype) if isinstance(r, Tensor) else "list" for r in batches}
     kinds = set().union(*exchange_objects(own)) if distributed else own
     if len(kinds) > 1:
         raise ValueError(
-            f"outputs must have rows of one shape and dtype, or all be lists, not {kinds}: pad them"
+            f"outputs must have rows of one shape and dtype, or all be lists, not {kinds}: pad or "
+            "convert them"
         )
     rows = list(chain(*batches)) if kinds == {"list"} else torch.cat(batches or [torch.empty(0)])
     batches.clear()  # they were copied
@@ -129,28 +101,31 @@ def gather_rows(own: Any, items: int) -> Any:
     return None if dist.get_rank() else whole
 
 
-def _rows(outputs: Any, samples: int) -> Any:
-    """Return a batch's outputs on the CPU: a tensor with one row per sample, or a list.
+def _rows(outputs: Any, items: int | None) -> Any:
+    """Return a batch's outputs on the CPU: a tensor with one row per item, or a list.
 
-    A list has one entry per sample. The parts of a tuple, a dict or a dataclass are split one by
-    one: each entry is then a tuple or a dict with that sample's rows. The result is None if nothing
-    has a batch dimension, as for a loss.
+    The parts of a tuple or a dict are split one by one: each entry of the list is then a tuple or
+    a dict with that item's rows. A part without a batch dimension, such as a loss, is left out.
     """
-    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, Mapping):
-        outputs = {part.name: getattr(outputs, part.name) for part in dataclasses.fields(outputs)}
-    rows: Any = None
-    if isinstance(outputs, Tensor):
-        rows = outputs.to(CPU, copy=True) if outputs.dim() else None
-    elif isinstance(outputs, list):
+    if isinstance(outputs, Tensor | list):
+        if isinstance(outputs, Tensor):  # a single item may have been squeezed
+            outputs = outputs.to(CPU, copy=True) if outputs.dim() else outputs.reshape(1)
         rows = move(outputs, CPU)
-    elif isinstance(outputs, Mapping | tuple):
-        named = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
-        parts = {n: part for n, o in named.items() if (part := _rows(o, samples)) is not None}
-        rows = list(zip(*parts.values(), strict=True)) if parts else None
-        if rows and isinstance(outputs, Mapping):
-            rows = [dict(zip(parts, row, strict=True)) for row in rows]
-    if rows is not None and len(rows) != samples:
-        raise ValueError(
-            f"{len(rows)} outputs for {samples} items: return one row per item, not a mean"
+        if len(rows) != items:
+            raise ValueError(
+                f"{len(rows)} outputs for {items} items: return one row per item, not a mean"
+            )
+        return rows
+    named = dict(enumerate(outputs)) if isinstance(outputs, tuple) else outputs
+    named = named if isinstance(named, Mapping) else {}
+    rowed = [
+        n for n, o in named.items() if isinstance(o, list) or (isinstance(o, Tensor) and o.dim())
+    ]
+    parts = {name: _rows(named[name], items) for name in rowed}
+    if not parts:
+        raise TypeError(
+            "outputs must be tensors with one row per item, a list, or a tuple or dict of them, "
+            f"not {type(outputs).__name__}"
         )
-    return rows
+    rows = list(zip(*parts.values(), strict=True))
+    return rows if isinstance(outputs, tuple) else [dict(zip(parts, r, strict=True)) for r in rows]

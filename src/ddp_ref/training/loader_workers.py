@@ -26,10 +26,12 @@ class Loader(DataLoader[Any]):
         super().__init__(dataset, **options)
 
     def _get_iterator(self) -> Any:
-        then, from_main = self.worker_init_fn, current_thread() is main_thread()
-        self.worker_init_fn = partial(_start, then, from_main)  # for the workers that start now
+        user_init_fn, from_main = self.worker_init_fn, current_thread() is main_thread()
+        self.worker_init_fn = partial(
+            _start, user_init_fn, from_main
+        )  # for the workers that start now
         batches: Any = super()._get_iterator()
-        self.worker_init_fn = then
+        self.worker_init_fn = user_init_fn
         if self.num_workers:
             # Holding the queues keeps them open while an iterator in a reference cycle is freed.
             # Else torch could not tell its workers to leave.
@@ -38,8 +40,8 @@ class Loader(DataLoader[Any]):
         return batches
 
 
-def _start(then: Callable[[int], None] | None, from_main: bool, worker_id: int) -> None:
-    """Ignore SIGTERM and SIGUSR1, exit when the rank exits, and call the worker_init_fn `then`."""
+def _start(user_init_fn: Callable[[int], None] | None, from_main: bool, worker_id: int) -> None:
+    """Ignore SIGTERM and SIGUSR1, exit when the rank exits, and call the user's worker_init_fn."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     # A forked worker keeps the rank's sockets open, so until it exits, no peer notices that the
@@ -47,8 +49,8 @@ def _start(then: Callable[[int], None] | None, from_main: bool, worker_id: int) 
     # that forked the worker ends, so it is right only if that was the main thread.
     if sys.platform == "linux" and from_main:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if then:
-        then(worker_id)
+    if user_init_fn:
+        user_init_fn(worker_id)
 
 
 def _kill_at_exit(workers: Sequence[BaseProcess], _queues: object = None) -> None:

@@ -3,29 +3,21 @@
 import copy
 import inspect
 import math
-import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..collectives import exchange_objects
-from .batches import CPU, default_count, default_forward, detach, move
+from .model import detach, move
+from .rank_sync import RankSync
 
 Forward = Callable[[nn.Module, Any], tuple[Any, Any]]
-Count = Callable[[Any], int | Tensor]
+Count = Callable[[Any], float | Tensor]
 LossFunction = Callable[[Any, Any], Tensor]
-
-
-class BatchResult(NamedTuple):
-    """What one batch gives: the loss for backward, and what the epoch's means need."""
-
-    loss: Tensor
-    values: list[Tensor]  # the loss and the metrics, as float64 copies on the device
-    outputs: Any  # for metric objects; None if there are none
-    targets: Any
 
 
 class RunningSums:
@@ -33,36 +25,82 @@ class RunningSums:
 
     The sums are cumulative: they are never reset when the ranks synchronize, so the sync interval
     cannot change a mean.
+
+    Args:
+        metrics: By name, functions that return a mean over the batch, or objects with `update`,
+            `compute` and `reset`.
+        device: Where the loss and the metrics are computed.
+        distributed: Whether the values are over the samples of all ranks.
     """
 
     def __init__(
-        self, names: Sequence[str], device: torch.device, objects: Mapping[str, Any] | None = None
+        self,
+        metrics: Mapping[str, Any],
+        device: torch.device,
+        distributed: bool,
     ) -> None:
-        self.names, self.objects = list(names), dict(objects or {})
-        self.count = 0
+        objects = {name: metric for name, metric in metrics.items() if _accumulates(metric)}
+        self.functions = {n: metric for n, metric in metrics.items() if n not in objects}
+        self.distributed, self.count = distributed, 0.0
+        self.names = ["loss", *self.functions]
         self.totals = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        # Of the batches that `commit` has not counted yet, because their step may be left out.
+        self._new_count, self._new_totals = 0.0, torch.zeros_like(self.totals)
+        self._new_batches: list[tuple[Any, Any]] = []
+        self._parts = self._new_totals.unbind()
+        # Training and validation need objects of their own: an epoch of validation must not reset
+        # what the epoch of training has seen.
+        self.objects: dict[str, Any] = copy.deepcopy(objects)
         self.updated: set[str] = set()  # the objects that have seen a sample
+        for metric in self.objects.values():
+            metric.reset()
+            if hasattr(metric, "persistent"):  # torchmetrics: put the state into state_dict()
+                metric.persistent(True)
+            parts: Any = metric.modules() if isinstance(metric, nn.Module) else ()
+            for part in parts:
+                if hasattr(part, "distributed_available_fn"):  # torchmetrics reduces over ranks
+                    part.distributed_available_fn = lambda: distributed
 
-    def add(self, count: int, measured: BatchResult) -> None:
-        """Add a batch whose means are over `count` samples."""
+    def add(self, count: float, loss: Any, outputs: Any, targets: Any) -> None:
+        """Keep a batch for `commit`; its loss and metrics are means over `count` samples."""
         if count == 0:
             return  # a mean over nothing may be NaN
-        self.count += count
-        self.totals.add_(torch.stack(measured.values), alpha=count)
-        for metric in self.objects.values():
-            metric.update(measured.outputs, measured.targets)
-        self.updated.update(self.objects)
+        self._new_count += count
+        _add("loss", self._parts[0], loss, count)
+        with torch.no_grad():
+            for total, (name, metric) in zip(self._parts[1:], self.functions.items(), strict=True):
+                _add(name, total, metric(outputs, targets), count)
+        if self.objects:
+            self._new_batches.append((detach(outputs), targets))
 
-    def compute(self, distributed: bool) -> dict[str, float]:
-        """Return the value of each metric object (collective if `distributed`).
+    def commit(self) -> None:
+        """Count the batches that were added since the last `commit` or `discard`."""
+        self.count += self._new_count
+        self.totals += self._new_totals
+        for outputs, targets in self._new_batches:
+            for metric in self.objects.values():
+                metric.update(outputs, targets)
+            self.updated.update(self.objects)
+        self.discard()
 
-        It is NaN if no rank has updated the object, as after a resume at another world size.
+    def discard(self) -> None:
+        """Forget the batches that were added since the last `commit` or `discard`."""
+        self._new_count = 0.0
+        self._new_totals.zero_()
+        self._new_batches.clear()
+
+    def compute(self) -> dict[str, float]:
+        """Return the value of each metric object (collective if distributed).
+
+        It is NaN if no rank has a sample for it, as after a resume at another world size.
 
         Raises:
-            ValueError: On all ranks, if only some ranks have updated an object of torchmetrics
-                that collects lists, which cannot be gathered from a rank that has none.
+            ValueError: On all ranks, if only some ranks have a sample for an object of torchmetrics
+                that collects lists, which cannot be gathered from a rank that has none. Or if
+                `compute` does not return one number.
         """
-        every = exchange_objects(self.updated) if distributed and self.objects else [self.updated]
+        shared = self.distributed and self.objects
+        every = exchange_objects(self.updated) if shared else [self.updated]
         values = {}
         for name, metric in self.objects.items():
             updated = [name in names for names in every]
@@ -71,47 +109,70 @@ class RunningSums:
                     f"some ranks have no sample for metric {name!r}, which collects lists: use at "
                     "least one sample per rank, or a metric that adds up numbers"
                 )
-            value = metric.compute() if any(updated) else math.nan
-            values[name] = _float64_copy(name, value, CPU).item()
+            values[name] = float(_number(name, metric.compute()) if any(updated) else math.nan)
         return values
+
+    def means(self) -> dict[str, float]:
+        """Return the means over the samples of all ranks (collective if distributed)."""
+        sync = RankSync(self.totals.device, self.distributed)
+        sync.start(self.count, self.totals)
+        return self.named(sync.finish().means)  # type: ignore[union-attr]  # not None after `start`
+
+    def named(self, values: Iterable[float]) -> dict[str, float]:
+        """Return the means of a summary of these sums by name."""
+        return dict(zip(self.names, values, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that was added, for a checkpoint."""
         objects = {n: m.state_dict() for n, m in self.objects.items() if hasattr(m, "state_dict")}
         return {"count": self.count, "totals": self.totals.clone(), "objects": objects}
 
-    def add_state(self, state: Mapping[str, Any], with_objects: bool) -> None:
-        """Add what `state_dict` returned, on this rank or on another one."""
-        self.count += state["count"]
-        self.totals += state["totals"].to(self.totals.device)
-        saved = state["objects"] if with_objects else {}
-        for name, part in saved.items():
-            self.objects[name].load_state_dict(move(part, self.totals.device))
-        self.updated.update(saved if state["count"] else ())
-        if self.count and (lost := ", ".join(sorted(self.objects.keys() - saved.keys()))):
-            why = "have no state_dict" if with_objects else "were saved by another number of ranks"
-            what = f"these metrics {why}, so this epoch's value covers only the steps after the"
-            warnings.warn(f"{what} resume: {lost}", stacklevel=2)
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]], same_ranks: bool) -> None:
+        """Add what `state_dict` returned, on this rank or, if the world size changed, on others.
+
+        Args:
+            states: This rank's share of the states.
+            same_ranks: Whether the number of ranks is the same, so that objects can load theirs.
+        """
+        for state in states:
+            self.count += state["count"]
+            self.totals += state["totals"].to(self.totals.device)
+            saved = state["objects"] if same_ranks else {}
+            for name, part in saved.items():
+                self.objects[name].load_state_dict(move(part, self.totals.device))
+            self.updated.update(saved if state["count"] else ())
+            if self.count and (lost := ", ".join(sorted(self.objects.keys() - saved.keys()))):
+                why = "have no state_dict" if same_ranks else "were saved by other ranks"
+                what = f"these metrics {why}, so this epoch's value covers only the steps after the"
+                warnings.warn(f"{what} resume: {lost}", stacklevel=2)
 
 
 class LossAndMetrics:
-    """Compute `loss_fn(outputs, targets)` and each metric on the Handler's device.
+    """How a batch becomes outputs, a loss, metrics and a number of samples.
 
     Args:
-        handler: The Handler, for its device, precision and metrics: by name, functions that return
-            a mean over the batch, or objects with `update`, `compute` and `reset`.
         loss_fn: Returns the mean loss of the batch.
+        metrics: By name, functions that return a mean over the batch, or objects with `update`,
+            `compute` and `reset`.
         forward: Maps (model, batch) to (outputs, targets). Default: a batch is (inputs, targets).
         count: Returns how many samples or tokens the loss is averaged over. Default: all samples.
+        device: Where to compute.
+        precision: The autocast dtype of the forward pass, the loss and the metrics. None turns
+            autocast off, even the caller's.
 
     Raises:
         ValueError: If a metric is named "loss", or is a method of a metric object.
     """
 
     def __init__(
-        self, handler: Any, loss_fn: LossFunction, forward: Forward | None, count: Count | None
+        self,
+        loss_fn: LossFunction,
+        metrics: Mapping[str, Any],
+        forward: Forward | None,
+        count: Count | None,
+        device: torch.device,
+        precision: torch.dtype | None,
     ) -> None:
-        metrics = handler.metrics
         if "loss" in metrics:
             raise ValueError('a metric cannot be named "loss": choose another name')
         for name, metric in metrics.items():
@@ -122,58 +183,87 @@ class LossAndMetrics:
                 )
         for part in (loss_fn, *metrics.values()):
             if isinstance(part, nn.Module):  # it may have class weights, or a metric's state
-                part.to(handler.device)
-        self.loss_fn, self.device = loss_fn, handler.device
-        self.autocast = handler.optimizer_step.autocast
-        self.functions = {n: metric for n, metric in metrics.items() if not _accumulates(metric)}
-        self.objects = {n: metric for n, metric in metrics.items() if _accumulates(metric)}
-        self.forward, self.has_count = forward or default_forward, count is not None
-        self._count = count or default_count
+                part.to(device)
+        self.loss_fn, self.metrics, self.device = loss_fn, metrics, device
+        self._count = count
+        self._forward = forward or default_forward
+        #: for a forward pass and its loss, but not for the loader, because data sets may compute
+        self.autocast = torch.autocast(device.type, precision, enabled=precision is not None)
+        self.counts_may_differ = count is not None  # in batches of the same size
 
-    def count(self, batch: Any) -> int:
-        """Return how many samples the means of `batch` are over."""
+    def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Move the batch to the device and run the model; return its outputs and the targets."""
+        pair = self._forward(model, move(batch, self.device))
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ValueError(f"forward must return (outputs, targets), not a {type(pair).__name__}")
+        return pair[0], pair[1]
+
+    def count(self, batch: Any, items: int | None) -> float:
+        """Return how many samples the means of `batch` are over.
+
+        Args:
+            batch: The batch as loaded.
+            items: The number of items in the batch; None if it is not known.
+        """
+        if self._count is None:
+            samples = samples_in(batch)
+            if items not in (None, samples):
+                raise ValueError(
+                    f"a batch of {items} items looks like {samples} samples: pass count= to Handler"
+                )
+            return samples
         value = self._count(batch)
         try:
-            count = operator.index(value)
-        except TypeError:  # a float, or a tensor with several elements
+            count = float(value)
+        except (TypeError, ValueError, RuntimeError):  # such as a tensor with several elements
             count = -1
-        if count < 0:
-            raise ValueError(f"count(batch) must be an integer of at least 0, not {value!r:.60}")
-        if count == 0 and not self.has_count:
-            raise ValueError("a batch has no samples: make the collate_fn keep at least one")
+        if not 0 <= count < math.inf:
+            raise ValueError(f"count(batch) must be a number of at least 0, not {value!r:.60}")
         return count
 
-    def __call__(self, model: nn.Module, batch: Any) -> BatchResult:
-        """Run the forward pass, the loss and the metric functions."""
-        with self.autocast():
-            pair = self.forward(model, move(batch, self.device))
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
-                kind = type(pair).__name__
-                raise ValueError(f"forward must return (outputs, targets), not a {kind}")
-            loss = self.loss_fn(*pair)
-            values = [_float64_copy("loss", loss, self.device)]
-            with torch.no_grad():
-                for name, metric in self.functions.items():
-                    values.append(_float64_copy(name, metric(*pair), self.device))
-        kept = (detach(pair[0]), pair[1]) if self.objects else (None, None)
-        return BatchResult(loss, values, *kept)
-
     def new_sums(self, distributed: bool) -> RunningSums:
-        """Return empty sums, with copies of the metric objects.
+        """Return empty sums."""
+        return RunningSums(self.metrics, self.device, distributed)
 
-        Training and validation need objects of their own: an epoch of validation must not reset
-        what the epoch of training has seen.
-        """
-        objects = copy.deepcopy(self.objects)
-        for metric in objects.values():
-            metric.reset()
-            if hasattr(metric, "persistent"):  # torchmetrics: put the state into state_dict()
-                metric.persistent(True)
-            parts: Any = metric.modules() if isinstance(metric, nn.Module) else ()
-            for part in parts:  # some metrics contain others
-                if hasattr(part, "distributed_available_fn"):  # torchmetrics reduces over ranks
-                    part.distributed_available_fn = lambda: distributed
-        return RunningSums(["loss", *self.functions], self.device, objects)
+
+def default_forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Feed the model the first part of an (inputs, targets) batch; return outputs and targets."""
+    if not isinstance(batch, list | tuple) or len(batch) != 2:
+        size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise ValueError(
+            f"a batch must be (inputs, targets), not a {type(batch).__name__}{size}: pass forward= "
+            "to Handler, or give the loader a collate_fn that returns pairs"
+        )
+    return model(batch[0]), batch[1]
+
+
+def samples_in(batch: Any) -> int:
+    """Return the first dimension of the first tensor in `batch`: in a pair, of the targets.
+
+    A batch of PyTorch Geometric has its `num_graphs` samples.
+    """
+    is_pair = isinstance(batch, list | tuple) and len(batch) == 2
+    sizes = _sizes(batch[1]) + _sizes(batch[0]) if is_pair else _sizes(batch)
+    if not sizes:
+        raise ValueError(
+            f"cannot tell how many samples a batch of type {type(batch).__name__} has: pass count= "
+            "to Handler, or give the loader a collate_fn that returns tensors"
+        )
+    if not sizes[0]:
+        raise ValueError("a batch has no samples: make the collate_fn keep at least one")
+    return sizes[0]
+
+
+def _sizes(value: Any) -> list[int]:
+    """Return the first dimension of each tensor in `value`."""
+    if isinstance(value, Tensor):
+        return [len(value)] if value.dim() else []
+    if isinstance(graphs := getattr(value, "num_graphs", None), int):
+        return [graphs]
+    parts = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | list | tuple):
+        return [size for part in parts for size in _sizes(part)]
+    return []
 
 
 def _accumulates(metric: Any) -> bool:
@@ -188,13 +278,18 @@ def _collects_lists(metric: Any) -> bool:
     return any(isinstance(state, list) for state in states)
 
 
-def _float64_copy(name: str, value: Any, device: torch.device) -> Tensor:
-    """Return one number as a float64 tensor; a copy, because a metric may reuse its tensor."""
-    try:
-        if not isinstance(value, Tensor):
-            # torch.tensor would wait for the GPU.
-            return torch.full((), float(value), dtype=torch.float64, device=device)
-        return value.detach().to(device, torch.float64, copy=True).reshape(())
-    except (TypeError, RuntimeError, ValueError) as error:
-        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(f"{name} must be one number, such as a mean, not {what}") from error
+def _add(name: str, total: Tensor, value: Any, count: float) -> None:
+    """Add `count * value` to `total`, on its device and in its precision."""
+    total.add_(_number(name, value), alpha=count)
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return `value` as a 0-dimensional tensor or a float; raise ValueError if it is no number."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1:
+            return value.detach().reshape(())
+    else:
+        with suppress(TypeError, ValueError):
+            return float(value)
+    what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise ValueError(f"{name} must be one number, such as a mean, not {what}")

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .loss_and_metrics import RunningSums
+from ..collectives import exchange_objects
 
 
 class GlobalSummary(NamedTuple):
     """What all ranks know together: means over all samples, and whether any rank set a flag."""
 
-    means: dict[str, float]
+    means: list[float]
     nonfinite: bool
     stop: bool
     signalled: bool
@@ -39,14 +39,19 @@ class RankSync:
         """Drop flags and a pending summary that an exception may have left behind."""
         self.stop = False  #: whether this rank asks all ranks to stop
         self.signals: list[int] = []  #: which signals this rank has received
-        self._pending: tuple[Any, Tensor, Any, Any] | None = None
+        self._pending: tuple[Tensor, Any, Any] | None = None
 
-    def start(self, sums: RunningSums) -> None:
-        """Start to share this rank's sums and flags; waits for nobody (collective)."""
-        numbers = (sums.count, self.stop, bool(self.signals))
+    def start(self, count: float, totals: Tensor) -> None:
+        """Start to share this rank's sums and flags; waits for nobody (collective).
+
+        Args:
+            count: The number of samples.
+            totals: Sums over these samples, on the device: of the loss, then of the metrics.
+        """
+        numbers = (count, self.stop, bool(self.signals))
         self.stop = False
         # Filled on the GPU: copying them there would wait for it.
-        own = torch.cat([*(sums.totals.new_full((1,), n) for n in numbers), sums.totals])
+        own = torch.cat([*(totals.new_full((1,), number) for number in numbers), totals])
         flat, work = own, None
         if self.distributed:
             # A few numbers cost latency, not bandwidth: gloo's all-gather goes around its ring
@@ -57,18 +62,17 @@ class RankSync:
             work = all_gather(flat, own, async_op=True)
         host, wait = self._to_host(own, flat.view(-1, len(own)), work)
         # No other tensor may get the memory of `own` and `flat` before the summary is read.
-        self._pending = (sums.names, host, wait, (own, flat))
+        self._pending = (host, wait, (own, flat))
 
     def finish(self) -> GlobalSummary | None:
         """Wait for the summary that `start` began; None if there is none."""
         if self._pending is None:
             return None
-        (names, host, wait, _in_use), self._pending = self._pending, None
+        (host, wait, _in_use), self._pending = self._pending, None
         wait()
         # Python adds the numbers in rank order, so every rank gets the same bits.
         count, stop, signalled, *sums = [sum(column) for column in zip(*host.tolist(), strict=True)]
-        named = zip(names, sums, strict=True)
-        means = {name: total / count if count else math.nan for name, total in named}
+        means = [total / count if count else math.nan for total in sums]
         # sums[0] is the loss; the rest are metrics. A sum that was non-finite once stays so.
         return GlobalSummary(means, not math.isfinite(sums[0]), stop > 0, signalled > 0)
 
@@ -91,13 +95,6 @@ class RankSync:
         return host, copied.synchronize
 
 
-def all_means(sums: RunningSums, device: torch.device, distributed: bool) -> dict[str, float]:
-    """Return the means over all ranks (collective if `distributed`)."""
-    sync = RankSync(device, distributed)
-    sync.start(sums)
-    return sync.finish().means  # type: ignore[union-attr]  # not None after `start`
-
-
 class WindowCount:
     """The number of samples over which one optimizer step averages its gradient.
 
@@ -106,22 +103,23 @@ class WindowCount:
     becomes the mean over all samples.
     """
 
-    def __init__(self, counts: Sequence[int], device: torch.device, exact: bool) -> None:
-        self.own = sum(counts)
-        self._work: dist.Work | None = None
-        if exact:
+    def __init__(
+        self, counts: Sequence[float], device: torch.device, counts_may_differ: bool
+    ) -> None:
+        self.own, self._work = sum(counts), None
+        if counts_may_differ:
             # torch.tensor would wait for the GPU.
             self._total = torch.full((), float(self.own), dtype=torch.float64, device=device)
             self._work = dist.all_reduce(self._total, async_op=True)
 
-    def scale(self, loss: Tensor, count: int) -> Tensor:
+    def scale(self, loss: Tensor, count: float) -> Tensor:
         """Scale `loss`, a mean over `count` samples, so that DDP averages over all samples."""
         if self._work is None:
-            share = count / max(self.own, 1)
+            share = count / self.own if self.own else 0.0
             return loss if share == 1 else loss * share
         self._work.wait()  # on a GPU the stream waits, not the host
-        factor = dist.get_world_size() / self._total.clamp(min=1)
-        return loss * (count * factor).to(loss.dtype)
+        factor = count * (dist.get_world_size() / self._total)
+        return loss * factor.nan_to_num(0.0).to(loss.dtype)  # 0 / 0: no rank has a sample
 
 
 @contextmanager
@@ -151,3 +149,25 @@ def caught_signals(into: list[int]) -> Iterator[None]:
             signal.signal(number, handler or signal.SIG_DFL)  # None: C code set it
     for number in into:
         signal.raise_signal(number)
+
+
+def raise_on_all_ranks(problem: str, distributed: bool) -> None:
+    """Raise ValueError on all ranks if any rank has a `problem` (collective if `distributed`).
+
+    A rank that raised alone would leave the others waiting for it in their next collective.
+    """
+    for text in exchange_objects(problem) if distributed else [problem]:
+        if text:
+            raise ValueError(text)
+
+
+def check_same(distributed: bool, **numbers: int | None) -> None:
+    """Raise ValueError unless all ranks pass the same `numbers` (collective if `distributed`)."""
+    every = exchange_objects(numbers) if distributed else [numbers]
+    for what, number in numbers.items():
+        if len(passed := {str(other[what]) for other in every}) > 1:
+            raise ValueError(
+                "all ranks must have the same data and settings, but this rank has "
+                f"{number} {what} (all ranks: {' or '.join(sorted(passed))}): seed random data "
+                "alike, and read only complete files"
+            )

@@ -1,28 +1,24 @@
-"""The folder of a run: its settings, its log, its history and its figures, epoch by epoch."""
+"""The folder of a run: its settings, its log, its history and its figures."""
 
 import csv
 import io
 import json
 import logging
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .callbacks import Callback
 
 LOG_FORMAT = "[RANK {}] %(asctime)s %(levelname)s %(name)s: %(message)s"
-SETTINGS = ("accumulate", "clip_norm", "precision", "on_nonfinite", "sync_every", "seed")
+SHOWN = ("accumulate", "clip_norm", "precision", "on_nonfinite", "sync_every", "seed")
 History = Mapping[str, Sequence[float]]
-PARTS = {"train": ("training", "#0072b2"), "val": ("validation", "#d55e00")}
-WIDTH, HEIGHT = 6.4, 2.8  # inches per panel
 
 
 class RunFolder(Callback):
-    """Write config.json, log.txt, history.csv, losses.png and metrics.png into `folder`, on rank 0.
+    """Write config.json, log.txt, history.csv, losses.png and metrics.png into `folder`.
 
     A resumed run appends to the log and replaces the other files. Without matplotlib there is one
     warning instead of the figures.
@@ -44,33 +40,39 @@ class RunFolder(Callback):
 
     def on_train_start(self) -> None:
         handler = self.handler
-        loss_fn, scheduler = handler.loss_and_metrics.loss_fn, handler.scheduler
+        if handler.rank:
+            return
+        loss_fn, scheduler = handler.loop.task.loss_fn, handler.scheduler
         settings = {
             **{name: repr(getattr(handler, name)).splitlines() for name in ("model", "optimizer")},
             "scheduler": None if scheduler is None else type(scheduler).__name__,
             "loss_fn": getattr(loss_fn, "__qualname__", repr(loss_fn)),
             "metrics": list(handler.metrics),
-            **{name: getattr(handler, name) for name in SETTINGS},
-            "batch_size": handler.train_loader.batch_size,
+            **{name: getattr(handler, name) for name in SHOWN},
+            "batch_size": getattr(handler.train_loader, "batch_size", None),
             "world_size": handler.info.world_size,
             "device": str(handler.device),
             "torch": torch.__version__,
         }
-        replace_text(self.folder / "config.json", json.dumps(settings, indent=2) + "\n")
+        replace_text(
+            self.folder / "config.json", json.dumps(settings, indent=2, default=str) + "\n"
+        )
 
     def on_epoch_end(self) -> None:
-        write_history(self.handler.history, self.folder / "history.csv")
+        if self.handler.rank == 0:
+            write_history(self.handler.history, self.folder / "history.csv")
 
     def on_train_end(self) -> None:
         handler = self.handler
         if not handler.train_losses:
             return
         try:
-            plot(handler.history, ["loss"], self.folder / "losses.png")
+            handler.plot_losses(self.folder / "losses.png")
             if handler.metrics:
-                plot(handler.history, list(handler.metrics), self.folder / "metrics.png")
+                handler.plot_metrics(self.folder / "metrics.png")
         except ImportError as error:
-            warnings.warn(str(error), stacklevel=2)
+            if handler.rank == 0:
+                warnings.warn(str(error), stacklevel=2)
 
 
 def write_history(history: History, path: str | Path) -> None:
@@ -90,51 +92,3 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
-
-
-def plot(history: History, names: Sequence[str], path: str | Path) -> None:
-    """Plot each of `names` over the epochs, in its own panel.
-
-    A dot marks the lowest validation loss.
-
-    Args:
-        history: The values of each epoch, by name, as in `Handler.history`.
-        names: "loss" or metrics.
-        path: The file to write. Its suffix is the format.
-
-    Raises:
-        ValueError: If no epoch has ended yet, or matplotlib does not know the format.
-        ImportError: If matplotlib is not installed.
-    """
-    figure = _figure(history, names)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _figure(history: History, names: Sequence[str]) -> Any:
-    if not names:
-        raise ValueError("there are no metrics to plot: give Handler metrics={name: function}")
-    if not (last := len(history.get("train_loss", []))):
-        raise ValueError("nothing to plot before the first epoch has ended: call train first")
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which would keep every figure open
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install matplotlib") from error
-    figure = Figure(figsize=(WIDTH, HEIGHT * len(names)), layout="constrained")
-    panels = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
-    for axes, name in zip(panels, names, strict=True):
-        for part, (label, color) in PARTS.items():
-            values = history.get(f"{part}_{name}", [])
-            epochs = range(last - len(values) + 1, last + 1)  # a shorter list started later
-            axes.plot(epochs, values, label=label, color=color, marker="." if last < 40 else "")
-            if (part, name) == ("val", "loss") and (finite := list(filter(math.isfinite, values))):
-                low = min(finite)
-                epoch = epochs[list(values).index(low)]
-                axes.plot(epoch, low, "o", label=f"lowest: {low:.4g}, epoch {epoch}", color=color)
-        axes.set_ylabel(name)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-        axes.legend(frameon=False)
-    panels[-1].set_xlabel("epoch")
-    return figure

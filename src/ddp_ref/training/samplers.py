@@ -10,27 +10,14 @@ from torch.utils.data import Dataset, Sampler, Subset, TensorDataset, default_co
 from ..randomness import preserved_rng_state, seed_host
 
 
-class ShardSampler(Sampler[int]):
-    """Give a rank every num_replicas-th of `size` items: each item goes to exactly one rank."""
+class TrainSampler(Sampler[int]):
+    """Give a rank its samples, starting anywhere in any epoch.
 
-    def __init__(self, size: int, *, rank: int, world_size: int) -> None:
-        self.rank, self.num_replicas = rank, world_size
-        self._indices = range(rank, size, world_size)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-
-class TrainSampler(Sampler[tuple[int, int]]):
-    """Give a rank its (epoch, index) pairs, starting anywhere in any epoch.
-
-    Order and padding are those of torch's DistributedSampler for the same seed and epoch: up to
-    num_replicas - 1 items are repeated, so that all ranks take the same number of steps.
-    `samples_seen` counts the samples of the epoch that all ranks together have seen. They are
-    always a prefix of one permutation, so the number means the same at every world size.
+    It gives keys, epoch * size + index, which also tell a worker the epoch. Order and padding are
+    those of torch's DistributedSampler for the same seed and epoch: up to num_replicas - 1 items
+    are repeated, so that all ranks take the same number of steps. `samples_seen` counts the
+    samples of the epoch that all ranks together have seen. They are always a prefix of one
+    permutation, so the number means the same at every world size.
     """
 
     def __init__(
@@ -46,27 +33,22 @@ class TrainSampler(Sampler[tuple[int, int]]):
         """Make the next iteration start after `samples_seen` samples of `epoch`."""
         self.epoch, self.samples_seen = epoch, samples_seen
 
-    @property
-    def repeated(self) -> int:
-        """How many items are repeated in a whole epoch, as padding."""
-        return -self.size % self.num_replicas
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        order = list(range(self.size))
+    def __iter__(self) -> Iterator[int]:
+        order = torch.arange(self.size)
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(self.size, generator=generator).tolist()
+            order = torch.randperm(self.size, generator=generator)
         left = order[self.samples_seen :]
         padding = -len(left) % self.num_replicas
-        left += (order * -(-padding // self.size))[:padding]
-        return ((self.epoch, index) for index in left[self.rank :: self.num_replicas])
+        left = torch.cat([left, order.repeat(-(-padding // self.size))[:padding]])
+        return iter((self.epoch * self.size + left[self.rank :: self.num_replicas]).tolist())
 
     def __len__(self) -> int:
         return -(-max(0, self.size - self.samples_seen) // self.num_replicas)
 
 
 class SeededDataset(Dataset[Any]):
-    """Look up (epoch, index) in `dataset`, with random numbers that depend on (seed, epoch, index).
+    """Look up a TrainSampler's keys, with random numbers that depend on (seed, epoch, index).
 
     The global generators of torch, random and numpy are seeded for each sample and restored after
     the batch, so an augmentation is the same in any process and at any world size. It costs about
@@ -83,37 +65,43 @@ class SeededDataset(Dataset[Any]):
         self, dataset: Dataset[Any], seed: int, collate_fn: Callable[[list[Any]], Any] | None
     ) -> None:
         self.dataset, self.seed, self.collate_fn = dataset, seed, collate_fn or default_collate
+        self._size = len(dataset)  # type: ignore[arg-type]  # train_loader has checked it
+        self._epoch = -1  # of the last `set_epoch`
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # train_loader checked that it has one
+        return self._size
 
-    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        indices = [index for _, index in keys]
-        if self.collate_fn is default_collate and (rows := _rows(self.dataset, indices)):
+    def __getitems__(self, keys: Sequence[int]) -> Any:
+        data, size = self.dataset, self._size
+        if (epoch := keys[0] // size) != self._epoch:
+            self._epoch = epoch
+            if callable(set_epoch := getattr(data, "set_epoch", None)):  # here, also in a worker
+                set_epoch(epoch)
+        if self.collate_fn is default_collate and (rows := _rows(data, keys, size)):
             return rows
-        look_up = getattr(self.dataset, "__getitems__", None)
+        look_up = None if type(data) is Subset else getattr(data, "__getitems__", None)
         with preserved_rng_state():
-            if look_up is None or type(self.dataset) is Subset:
-                return self.collate_fn([self._sample(epoch, index) for epoch, index in keys])
-            seed_host(self.seed, *keys[0])
-            return self.collate_fn(look_up(indices))
+            if look_up is None:
+                return self.collate_fn([self._sample(*divmod(key, size)) for key in keys])
+            seed_host(self.seed, *divmod(keys[0], size))
+            return self.collate_fn(look_up([key % size for key in keys]))
 
     def _sample(self, epoch: int, index: int) -> Any:
         seed_host(self.seed, epoch, index)
         return self.dataset[index]
 
 
-def _rows(dataset: Any, indices: list[int]) -> list[Tensor] | None:
+def _rows(dataset: Any, keys: Sequence[int], size: int) -> list[Tensor] | None:
     """Return what default_collate makes of these items, or None if they are looked up one by one.
 
     Only a TensorDataset, or a Subset of one, has rows; a subclass may look them up in its own way.
     """
+    rows = torch.tensor(keys) % size
     while type(dataset) is Subset:
-        indices = [int(dataset.indices[index]) for index in indices]
+        rows = torch.tensor([int(dataset.indices[row]) for row in rows.tolist()])
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or any(type(t) is not Tensor for t in dataset.tensors):
         return None
-    rows = torch.tensor(indices)
     try:
         # Indexing may keep the memory layout of a permuted tensor; stacking rows would not.
         return [tensor[rows].contiguous() for tensor in dataset.tensors]
