@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -22,10 +23,9 @@ from tables import Table, goal
 ROUNDS = 12
 PYTHON = sys.executable
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-FOLDER = "{folder}"
-FLAGS = ["--epochs=1", f"--checkpoint={FOLDER}/checkpoint.pt"]
-CONFIG = ["--config=scripts/configs/digits.yaml", "--set", "training.num_epochs=1"]
-CONFIG += [f"training.path={FOLDER}"]
+SCRIPTS = ROOT / "scripts"
+CONFIG = f"--config={SCRIPTS}/configs/digits.yaml"
+REFERENCE = [f"{SCRIPTS}/train_reference.py", CONFIG, "--set", "training.num_epochs=1"]
 BARE, TORCH = "torchrun bare.py", "import torch"
 ALL_NAMES = "from ddp_ref import *"
 OURS = f"{TORCH}; {ALL_NAMES}"
@@ -46,16 +46,14 @@ def measure(rounds: int) -> list[Table]:
 
 
 def jobs_by_name() -> dict[str, Callable[[], float]]:
-    bare = command(*TORCHRUN, "benchmarks/bare.py")
+    bare = command(*TORCHRUN, f"{ROOT}/benchmarks/bare.py")
     return {
         BARE: bare,
         BARE + AGAIN: bare,
-        "torchrun multigpu_torchrun.py": command(*TORCHRUN, "scripts/multigpu_torchrun.py", *FLAGS),
-        "torchrun train_reference.py": command(*TORCHRUN, "scripts/train_reference.py", *CONFIG),
-        "multigpu_spawn.py": command(PYTHON, "scripts/multigpu_spawn.py", *FLAGS, "--nproc=2"),
-        "train_reference.py --nproc 2": command(
-            PYTHON, "scripts/train_reference.py", *CONFIG, "--nproc=2"
-        ),
+        "torchrun multigpu_torchrun.py": command(*TORCHRUN, f"{SCRIPTS}/multigpu_torchrun.py", "1"),
+        "torchrun train_reference.py": command(*TORCHRUN, *REFERENCE),
+        "multigpu_spawn.py": command(PYTHON, f"{SCRIPTS}/multigpu_spawn.py", "1", "--nproc=2"),
+        "train_reference.py --nproc 2": command(PYTHON, *REFERENCE, "--nproc=2"),
     }
 
 
@@ -77,12 +75,11 @@ def imports_by_name(added: list[float]) -> dict[str, Callable[[], float]]:
 
 
 def command(*words: str) -> Callable[[], float]:
-    """Return a function that times a command from start to exit, with a new FOLDER each time."""
+    """Return a function that times a command from start to exit, in a new folder each time."""
 
     def variant() -> float:
         with TemporaryDirectory() as folder:
-            line = [word.replace(FOLDER, folder) for word in words]
-            return timed(partial(output_of, *line))()
+            return timed(partial(output_of, *words, folder=folder))()
 
     return variant
 
@@ -96,10 +93,10 @@ def import_times(*imports: str) -> list[float]:
     return [float(end) - float(start) for start, end in pairwise(times)]
 
 
-def output_of(*words: str) -> str:
+def output_of(*words: str, folder: str | Path = ROOT) -> str:
     """Run a command; return what it printed. RuntimeError, with its stderr, if it fails."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    ended = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True)
     if ended.returncode:
         raise RuntimeError(f"{' '.join(words)} has failed:\n{ended.stderr}")
     return ended.stdout

@@ -18,6 +18,7 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 
 nb_execution_mode = "off"  # the committed outputs, which `make test-notebooks` compares
 myst_heading_anchors = 3
+suppress_warnings = ["misc.highlighting_failure"]  # a cell that writes a job script is no Python
 nitpicky = True
 # Types of torch and of Python, whose pages are not fetched, and our type variables.
 nitpick_ignore_regex = [("py:.*", r"(?!ddp_ref\.).*|ddp_ref\.\w+\.[A-Z]")]

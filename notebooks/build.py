@@ -1,6 +1,6 @@
 """Make the notebooks from their MyST sources and run them: .md to .ipynb, never the other way.
 
-python notebooks/build.py [notebooks/03_spawn.md ...]    # without names: all
+python notebooks/build.py [notebooks/02_several_processes.md ...]    # without names: all
 """
 
 import argparse
@@ -13,6 +13,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 CELL_TIMEOUT = 240  # seconds
+LANGUAGE = {"name": "python", "pygments_lexer": "ipython3"}  # `!command` is no Python
 
 
 def build(source: Path) -> None:
@@ -29,7 +30,7 @@ def build(source: Path) -> None:
         coalesce_streams=True,
     )
     client.execute()
-    notebook.metadata["language_info"] = {"name": "python"}  # not the version of this Python
+    notebook.metadata["language_info"] = LANGUAGE  # not the version of this Python
     nbformat.validate(notebook)
     nbformat.write(notebook, source.with_suffix(".ipynb"))
     source.touch()  # JupyterLab opens a pair only if its source is not the older one

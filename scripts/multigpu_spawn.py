@@ -1,12 +1,11 @@
-"""Train in processes that this script starts:  python scripts/multigpu_spawn.py --nproc 2"""
+"""Train in several processes:  python scripts/multigpu_spawn.py [total_epochs] [save_every]"""
 
 import os
-import random
-import sys
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -14,110 +13,90 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import datautils
 
 
-def ddp_setup(rank, world_size, wanted):
-    """Join the process group and return this rank's device. Collective: every rank calls it."""
-    if wanted == "cpu" or torch.cuda.device_count() < world_size:  # each rank needs its own GPU
-        if "OMP_NUM_THREADS" not in os.environ:  # the ranks share the cores of this machine
-            torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
+def ddp_setup(rank, world_size, share_gpus):
+    """Join the process group; return this process's device."""
+    gpus = torch.cuda.device_count()
+    if gpus == 0 or (gpus < world_size and not share_gpus):  # a GPU for each process, or the CPU
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         return torch.device("cpu")
-    device = torch.device("cuda", rank)
+    if gpus < world_size:  # NCCL must take each process for one on another machine
+        os.environ.update(NCCL_HOSTID=str(os.getpid()), NCCL_SOCKET_IFNAME="lo")
+    device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=device)
     return device
 
 
 class Trainer:
-    def __init__(self, model, train_data, test_data, optimizer, loss_fn, device, args):
-        self.model = model.to(device)
-        self.train_data = train_data
-        self.test_data = test_data
-        self.optimizer = optimizer
-        self.loss_fn = loss_fn
+    def __init__(self, model, train_data, optimizer, device, save_every, test_data):
         self.device = device
-        self.args = args
-        self.rank = dist.get_rank()
-        device_ids = [device.index] if device.type == "cuda" else None
-        self.model = DDP(self.model, device_ids=device_ids)  # broadcasts rank 0's weights
+        self.model = DDP(model.to(device))
+        self.train_data = train_data
+        self.optimizer = optimizer
+        self.save_every = save_every
+        self.test_data = test_data
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        loss = self.loss_fn(self.model(source), targets)
-        loss.backward()
+        output = self.model(source)
+        loss = F.cross_entropy(output, targets)
+        loss.backward()  # here, DDP averages the gradients over all processes
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch):
         self.train_data.sampler.set_epoch(epoch)  # otherwise every epoch has the same order
         self.model.train()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, samples
-        for source, targets in self.train_data:  # (batch, features), (batch,)
-            source, targets = source.to(self.device), targets.to(self.device)
-            loss = self._run_batch(source, targets)
-            totals[0] += loss * len(targets)  # back from the batch's mean to its sum
+        totals = torch.zeros(2, device=self.device)  # sum of the losses, number of samples
+        for source, targets in self.train_data:  # (batch, 64), (batch,)
+            loss = self._run_batch(source.to(self.device), targets.to(self.device))
+            totals[0] += loss * len(targets)  # a mean over the batch, turned back into a sum
             totals[1] += len(targets)
-        dist.all_reduce(totals)  # sums over the ranks
-        return (totals[0] / totals[1]).item()
+        right = datautils.count_right(self.model.module, self.test_data, self.device)
+        dist.all_reduce(totals)  # sums over all processes
+        dist.all_reduce(right)
+        loss, accuracy = totals[0] / totals[1], right[0] / right[1]
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch} | loss {loss:.4f} | test accuracy {accuracy:.4f}")
 
-    def _evaluate(self):
-        self.model.eval()
-        totals = datautils.count_right(self.model.module, self.test_data, self.device)
-        dist.all_reduce(totals)
-        return (totals[0] / totals[1]).item()
-
-    def _save_checkpoint(self, epoch):
-        datautils.write_checkpoint(self.args.checkpoint, self.model.module.state_dict())
-        print(f"epoch {epoch + 1} | saved {self.args.checkpoint}")
+    def _save_checkpoint(self):
+        datautils.save("checkpoint.pt", self.model.module.state_dict())
 
     def train(self, max_epochs):
-        for epoch in range(max_epochs):
-            loss = self._run_epoch(epoch)
-            accuracy = self._evaluate()
-            if self.rank > 0:
-                continue  # only rank 0 prints and saves
-            print(f"epoch {epoch + 1} | loss {loss:.4f} | test accuracy {accuracy:.4f}")
-            if (epoch + 1) % self.args.save_every == 0 or epoch + 1 == max_epochs:
-                self._save_checkpoint(epoch)
+        for epoch in range(1, max_epochs + 1):
+            self._run_epoch(epoch)
+            if dist.get_rank() == 0 and (epoch % self.save_every == 0 or epoch == max_epochs):
+                self._save_checkpoint()
 
 
-def load_train_objs(args):
-    train_set, test_set, (features, outputs), loss_fn = datautils.load_dataset(args.dataset)
-    torch.manual_seed(args.seed)  # the initial weights
-    model = nn.Sequential(nn.Linear(features, 128), nn.ReLU(), nn.Linear(128, outputs))
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    return train_set, test_set, model, optimizer, loss_fn
+def load_train_objs():
+    torch.manual_seed(0)
+    train_set, test_set = datautils.MyTrainDataset(), datautils.MyTrainDataset(train=False)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return train_set, test_set, model, optimizer
 
 
-def prepare_dataloader(dataset, args):
-    sampler = DistributedSampler(dataset, seed=args.seed)  # each rank draws its own shard
-    # With data that takes time to load, add num_workers=4 and, on a GPU, pin_memory=True.
-    return DataLoader(dataset, args.batch_size, sampler=sampler)
+def prepare_dataloader(dataset, batch_size):
+    return DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset))
 
 
-def main(rank, world_size, args):
-    device = ddp_setup(rank, world_size, args.device)
-    train_set, test_set, model, optimizer, loss_fn = load_train_objs(args)
-    train_data = prepare_dataloader(train_set, args)
-    test_shard = Subset(test_set, range(rank, len(test_set), world_size))  # each item exactly once
-    test_data = DataLoader(test_shard, args.batch_size)
-    trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
+def main(rank, world_size, save_every, total_epochs, batch_size, share_gpus=False):
+    device = ddp_setup(rank, world_size, share_gpus)
+    train_set, test_set, model, optimizer = load_train_objs()
+    train_data = prepare_dataloader(train_set, batch_size)
+    test_part = Subset(test_set, range(rank, len(test_set), world_size))  # no item twice
+    test_data = DataLoader(test_part, batch_size)
     if rank == 0:
-        batch = args.batch_size * world_size
-        gpus = torch.cuda.device_count()
-        print(f"ranks: {world_size} | device: {device.type} ({gpus} GPUs visible)", end=" | ")
-        print(f"effective batch: {batch} | steps per epoch: {len(train_data)}")
-    trainer.train(args.epochs)
-    del trainer  # its DDP model holds the group, whose threads must end before Python does
-    dist.destroy_process_group()
+        print(datautils.describe(device, world_size, len(train_data)))
+    Trainer(model, train_data, optimizer, device, save_every, test_data).train(total_epochs)
+    dist.destroy_process_group()  # may hang while a DDP model exists, so no variable keeps it
 
 
 if __name__ == "__main__":
-    args = datautils.parse_args(__doc__, checkpoint="checkpoint.pt", nproc=2)
-    datautils.read_checkpoint(args.checkpoint)  # refuses to overwrite any other file
-    gpus = torch.cuda.device_count()
-    if args.device == "cuda" and gpus < args.nproc:
-        sys.exit(f"error: --device cuda needs {args.nproc} GPUs, found {gpus}: use --device cpu")
-    # Where the ranks meet: rank 0 listens there. Two jobs on one machine need different ports.
-    os.environ["MASTER_ADDR"] = "localhost"
-    os.environ["MASTER_PORT"] = str(random.randrange(20_000, 32_768))
-    mp.spawn(main, args=(args.nproc, args), nprocs=args.nproc)
+    args = datautils.parse_args(__doc__, nproc=True, share_gpus=True)
+    os.environ["MASTER_ADDR"] = "localhost"  # where the processes meet
+    os.environ["MASTER_PORT"] = str(20_000 + os.getpid() % 10_000)  # two jobs rarely collide
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # or each would use all cores
+    job = args.nproc, args.save_every, args.total_epochs, args.batch_size, args.share_gpus
+    mp.spawn(main, args=job, nprocs=args.nproc)

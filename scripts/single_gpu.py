@@ -1,89 +1,72 @@
-"""Train on one device:  python scripts/single_gpu.py --epochs 20"""
-
-import sys
+"""Train on one device:  python scripts/single_gpu.py [total_epochs] [save_every]"""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 import datautils
 
 
 class Trainer:
-    def __init__(self, model, train_data, test_data, optimizer, loss_fn, device, args):
+    def __init__(self, model, train_data, optimizer, device, save_every, test_data):
+        self.device = device
         self.model = model.to(device)
         self.train_data = train_data
-        self.test_data = test_data
         self.optimizer = optimizer
-        self.loss_fn = loss_fn
-        self.device = device
-        self.args = args
+        self.save_every = save_every
+        self.test_data = test_data
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
-        loss = self.loss_fn(self.model(source), targets)
+        output = self.model(source)
+        loss = F.cross_entropy(output, targets)
         loss.backward()
         self.optimizer.step()
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        # Draw the same order as DistributedSampler: randperm(n), seeded with seed + epoch.
-        self.train_data.sampler.generator.manual_seed(self.args.seed + epoch)
         self.model.train()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, samples
-        for source, targets in self.train_data:  # (batch, features), (batch,)
-            source, targets = source.to(self.device), targets.to(self.device)
-            loss = self._run_batch(source, targets)
-            totals[0] += loss * len(targets)  # back from the batch's mean to its sum
+        totals = torch.zeros(2, device=self.device)  # sum of the losses, number of samples
+        for source, targets in self.train_data:  # (batch, 64), (batch,)
+            loss = self._run_batch(source.to(self.device), targets.to(self.device))
+            totals[0] += loss * len(targets)  # a mean over the batch, turned back into a sum
             totals[1] += len(targets)
-        return (totals[0] / totals[1]).item()
+        right = datautils.count_right(self.model, self.test_data, self.device)
+        loss, accuracy = totals[0] / totals[1], right[0] / right[1]
+        print(f"epoch {epoch} | loss {loss:.4f} | test accuracy {accuracy:.4f}")
 
-    def _evaluate(self):
-        self.model.eval()
-        totals = datautils.count_right(self.model, self.test_data, self.device)
-        return (totals[0] / totals[1]).item()
-
-    def _save_checkpoint(self, epoch):
-        datautils.write_checkpoint(self.args.checkpoint, self.model.state_dict())
-        print(f"epoch {epoch + 1} | saved {self.args.checkpoint}")
+    def _save_checkpoint(self):
+        datautils.save("checkpoint.pt", self.model.state_dict())
 
     def train(self, max_epochs):
-        for epoch in range(max_epochs):
-            loss = self._run_epoch(epoch)
-            accuracy = self._evaluate()
-            print(f"epoch {epoch + 1} | loss {loss:.4f} | test accuracy {accuracy:.4f}")
-            if (epoch + 1) % self.args.save_every == 0 or epoch + 1 == max_epochs:
-                self._save_checkpoint(epoch)
+        for epoch in range(1, max_epochs + 1):
+            self._run_epoch(epoch)
+            if epoch % self.save_every == 0 or epoch == max_epochs:
+                self._save_checkpoint()
 
 
-def load_train_objs(args):
-    train_set, test_set, (features, outputs), loss_fn = datautils.load_dataset(args.dataset)
-    torch.manual_seed(args.seed)  # the initial weights
-    model = nn.Sequential(nn.Linear(features, 128), nn.ReLU(), nn.Linear(128, outputs))
-    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    return train_set, test_set, model, optimizer, loss_fn
+def load_train_objs():
+    torch.manual_seed(0)
+    train_set, test_set = datautils.MyTrainDataset(), datautils.MyTrainDataset(train=False)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return train_set, test_set, model, optimizer
 
 
-def prepare_dataloader(dataset, args):
-    sampler = RandomSampler(dataset, generator=torch.Generator())  # seeded before each epoch
-    # With data that takes time to load, add num_workers=4 and, on a GPU, pin_memory=True.
-    return DataLoader(dataset, args.batch_size, sampler=sampler)
+def prepare_dataloader(dataset, batch_size):
+    return DataLoader(dataset, batch_size, shuffle=True)
 
 
-def main(args):
-    if args.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("error: --device cuda needs a GPU, found none: use --device cpu")
-    use_gpu = torch.cuda.is_available() and args.device != "cpu"
-    device = torch.device("cuda" if use_gpu else "cpu")
-    train_set, test_set, model, optimizer, loss_fn = load_train_objs(args)
-    train_data = prepare_dataloader(train_set, args)
-    test_data = DataLoader(test_set, args.batch_size)
-    trainer = Trainer(model, train_data, test_data, optimizer, loss_fn, device, args)
-    print(f"device: {device.type} | batch: {args.batch_size} | steps per epoch: {len(train_data)}")
-    trainer.train(args.epochs)
+def main(device, total_epochs, save_every, batch_size):
+    train_set, test_set, model, optimizer = load_train_objs()
+    train_data = prepare_dataloader(train_set, batch_size)
+    test_data = DataLoader(test_set, batch_size)
+    print(datautils.describe(device, 1, len(train_data)))
+    Trainer(model, train_data, optimizer, device, save_every, test_data).train(total_epochs)
 
 
 if __name__ == "__main__":
-    args = datautils.parse_args(__doc__, checkpoint="checkpoint.pt")
-    datautils.read_checkpoint(args.checkpoint)  # refuses to overwrite any other file
-    main(args)
+    args = datautils.parse_args(__doc__)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    main(device, args.total_epochs, args.save_every, args.batch_size)

@@ -14,6 +14,7 @@ import torch
 from harness import MARK, SCRIPTS, Result, clean_environment, marked, run
 
 LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
+DIGITS = SCRIPTS / "configs" / "digits.yaml"
 END_OF_HEAD = "# ---- You need not edit anything below."
 NUMBERS = itertools.count(os.getpid())  # no two clusters of a test run share a network
 END_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
@@ -180,12 +181,16 @@ def weights(folder: Path) -> list[torch.Tensor]:
 
 
 @cache
-def one_process(folder: Path, batch_size: int, epochs: int) -> list[torch.Tensor]:
-    """Return the weights that one process ends with, without DDP or Slurm."""
+def one_process(folder: Path, script: str, batch_size: int, epochs: int) -> list[torch.Tensor]:
+    """Return the weights that one process ends with: of train_reference, or of the ladder."""
     folder = folder / uuid.uuid4().hex
     folder.mkdir()
-    flags = ["--batch-size", str(batch_size), "--epochs", str(epochs)]
-    ended = run(sys.executable, SCRIPTS / "single_gpu.py", *flags, cwd=folder)
+    command = [SCRIPTS / "multigpu_spawn.py", str(epochs), "--nproc=1"]
+    command += [f"--batch_size={batch_size}"]
+    if script == "train_reference":
+        settings = [f"training.num_epochs={epochs}", f"training.batch_size={batch_size}"]
+        command = [SCRIPTS / "train_reference.py", "--config", DIGITS, "--set", *settings]
+    ended = run(sys.executable, *command, cwd=folder)
     assert ended.code == 0, ended.stderr
     return weights(folder)
 

@@ -1,4 +1,4 @@
-"""The cost model of chapter 09: its formulas against simulations and worked examples."""
+"""The cost model of chapter 08: its formulas against simulations and worked examples."""
 
 import pytest
 import torch

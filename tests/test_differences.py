@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import os
 import re
 import socket
 import sys
@@ -17,7 +16,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-import datautils
 import ddp_ref
 import ddp_ref.initialize
 from ddp_ref import run_ranks
@@ -53,21 +51,6 @@ def test_nccl_needs_a_gpu():
     with pytest.raises((RuntimeError, ValueError), match="NCCL"):
         dist.init_process_group("nccl", store=dist.HashStore(), **ALONE)
     assert not dist.is_initialized()
-
-
-def test_the_group_opens_without_a_barrier(monkeypatch):
-    """Only TORCH_DIST_INIT_BARRIER=1 adds one."""
-
-    def join():
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2)
-        rank = int(os.environ["RANK"])
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        dist.barrier()
-        return any("barrier" in key for key in store.list_keys())
-
-    assert run_ranks(join, timeout=LIMIT) == [False] * 2
-    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    assert run_ranks(join, timeout=LIMIT) == [True] * 2
 
 
 def test_every_rank_prints_and_epochs_that_begin_with_0_are_saved_early(tmp_path):
@@ -184,13 +167,6 @@ def test_a_file_may_run_code(tmp_path, monkeypatch):
     assert made.exists()
 
 
-def test_the_old_launcher_passes_a_flag(tmp_path):
-    (tmp_path / "script.py").write_text("import argparse; argparse.ArgumentParser().parse_args()")
-    launch = [sys.executable, "-m", "torch.distributed.launch", "--standalone"]
-    result = run(*launch, "script.py", cwd=tmp_path)
-    assert result.code == 1 and "unrecognized arguments: --local-rank=0" in result.stderr
-
-
 ENDED = """
 import torch
 import torch.multiprocessing as mp
@@ -239,7 +215,6 @@ SIGNATURES = {
     " sample() log_likelihood() predict() plot_losses() plot_metrics()",
     ddp_ref.TrainerDDP: "prepare_dataloaders() run_training(train_loader,val_loader)"
     " run_test(test_loader)",
-    datautils: "MyTrainDataset(size)",
 }
 OTHERS = (
     "`nn_handler.utils.ddp` `.ddp_init` `.ddp_decorators` `QuantumGrav.train_ddp` `NNHandler`"

@@ -8,6 +8,7 @@ import jupytext
 import pytest
 from exercises import all_exercises, check
 from harness import ROOT
+from IPython.core.inputtransformer2 import TransformerManager
 
 pytestmark = pytest.mark.exercises
 CHAPTERS = sorted(path.stem[:2] for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.md"))
@@ -49,7 +50,8 @@ def imports_for(code, path):
     used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
     found = []
     for cell in jupytext.read(path).cells:
-        for node in ast.parse(cell.source).body if cell.cell_type == "code" else []:
+        code = TransformerManager().transform_cell(cell.source)  # `!` and `%%` into Python
+        for node in ast.parse(code).body if cell.cell_type == "code" else []:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
                 found += [ast.unparse(node)] * bool(names & used)

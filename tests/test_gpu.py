@@ -43,29 +43,26 @@ def run_cleanly(*command, cwd, **options):
     return ended.stdout + ended.stderr
 
 
-def launch_command(script, launcher):
-    """Return the command that starts a script on all GPUs."""
+def launch_command(script, launcher, nproc=GPUS):
+    """Return the command that starts a script, on all GPUs if `nproc` is not given."""
     if launcher == "python":
         return [sys.executable, SCRIPTS / f"{script}.py"]
     if launcher == "spawn":
-        return [sys.executable, SCRIPTS / f"{script}.py", "--nproc", str(GPUS)]
-    return torchrun(GPUS, SCRIPTS / f"{script}.py")
+        return [sys.executable, SCRIPTS / f"{script}.py", "--nproc", str(nproc)]
+    return torchrun(nproc, SCRIPTS / f"{script}.py")
 
 
-@pytest.mark.parametrize(
-    ("script", "launcher"),
-    [
-        ("single_gpu", "python"),
-        ("multigpu_spawn", "spawn"),
-        ("multigpu_torchrun", "torchrun"),
-        ("multinode_slurm", "torchrun"),
-    ],
-)
+WITH_RANKS = [
+    ("multigpu_spawn", "spawn"),
+    ("multigpu_torchrun", "torchrun"),
+    ("multinode_slurm", "torchrun"),
+]
+
+
+@pytest.mark.parametrize(("script", "launcher"), [("single_gpu", "python"), *WITH_RANKS])
 def test_the_scripts_train_on_gpus(tmp_path, script, launcher):
-    effective_batch = ["--batch-size", str(max(1, 32 // GPUS))]  # 32 on any number of GPUs
-    text = run_cleanly(
-        *launch_command(script, launcher), "--epochs", "3", *effective_batch, cwd=tmp_path
-    )
+    effective_batch = ["--batch_size", str(max(1, 32 // GPUS))]  # 32 on any number of GPUs
+    text = run_cleanly(*launch_command(script, launcher), "3", *effective_batch, cwd=tmp_path)
     assert "device: cuda" in text
     accuracies = [float(line.split()[-1]) for line in text.splitlines() if "test accuracy" in line]
     assert accuracies[-1] > 0.9
@@ -74,28 +71,35 @@ def test_the_scripts_train_on_gpus(tmp_path, script, launcher):
 
 
 def test_a_snapshot_from_gpus_resumes_on_the_cpu(tmp_path):
-    flags = ["--epochs", "2"]
-    run_cleanly(*torchrun(GPUS, SCRIPTS / "multigpu_torchrun.py"), *flags, cwd=tmp_path)
-    cpu = {"CUDA_VISIBLE_DEVICES": ""}
-    flags = ["--epochs", "3"]
-    text = run_cleanly(
-        *torchrun(GPUS, SCRIPTS / "multigpu_torchrun.py"), *flags, cwd=tmp_path, env=cpu
-    )
-    assert "device: cpu" in text and "epoch 3" in text and "epoch 2" not in text
+    command = torchrun(GPUS, SCRIPTS / "multigpu_torchrun.py")
+    run_cleanly(*command, "2", cwd=tmp_path)
+    text = run_cleanly(*command, "3", cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert "device: cpu |" in text and "epoch 3 |" in text and "epoch 2 |" not in text
 
 
-@pytest.mark.parametrize("launcher", ["python", "torchrun"])
-def test_minimal_ddp(tmp_path, launcher):
-    text = run_cleanly(*launch_command("minimal_ddp", launcher), cwd=tmp_path)
-    assert (
-        f"all {1 if launcher == 'python' else GPUS} processes on cuda hold the same weights" in text
-    )
+@pytest.mark.parametrize(("script", "launcher"), WITH_RANKS)
+def test_more_processes_than_gpus(tmp_path, script, launcher):
+    """They train on the CPU and say so, or share the GPUs if you ask for that: the same numbers."""
+    weights = []
+    for flags, device in (([], f"cpu ({GPUS} GPU"), (["--share_gpus"], "cuda |")):
+        command = launch_command(script, launcher, GPUS + 1)
+        text = run_cleanly(*command, "1", *flags, cwd=tmp_path)
+        assert f"processes: {GPUS + 1} | device: {device}" in text
+        (file,) = tmp_path.glob("*t.pt")
+        content = torch.load(file, map_location="cpu", weights_only=True)
+        weights.append(dict(content.get("model", content)))
+        file.unlink()
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nproc", "device"),
+    [("python", 1, "cuda"), ("torchrun", GPUS, "cuda"), ("torchrun", GPUS + 1, "cpu")],
+)
+def test_minimal_ddp(tmp_path, launcher, nproc, device):
+    text = run_cleanly(*launch_command("minimal_ddp", launcher, nproc), cwd=tmp_path)
+    assert f"all {nproc} processes on {device} hold the same weights" in text
     assert torch.load(tmp_path / "minimal.pt", weights_only=True)["0.weight"].device.type == "cpu"
-
-
-def test_minimal_ddp_refuses_more_processes_than_gpus(tmp_path):
-    ended = run(*torchrun(GPUS + 1, SCRIPTS / "minimal_ddp.py"), cwd=tmp_path)
-    assert ended.code == 1 and f"{GPUS} GPUs for {GPUS + 1} processes" in ended.stderr
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])

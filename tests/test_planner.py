@@ -148,7 +148,7 @@ def test_each_preset(planner):
         assert planner.locator(".timeline rect.bucket").count() >= 1
         assert_nothing_overflows(planner)
         shown[name] = fact(planner, "efficiency").split(",")[0], fact(planner, "ring")
-    # Chapter 09's worked example: 400 MB, backward 16.4 ms, forward half of that.
+    # Chapter 08's worked example: 400 MB, backward 16.4 ms, forward half of that.
     assert shown["4 nodes at 25 Gb/s"] == ("9.56 %", "3.13 GB/s: the link between nodes")
     assert shown["4 nodes at 400 Gb/s"] == ("96.2 %", "50 GB/s: the link between nodes")
     assert shown["8 GPUs with NVLink"] == ("99.6 %", "450 GB/s: the link within a node")
@@ -160,7 +160,7 @@ def test_inputs_change_the_outputs(planner):
     field(planner, "Parameters (millions)").fill("7000")
     assert field(planner, "Start from").input_value() == OWN
     field(planner, "Precision").select_option("fp32")
-    # Chapter 16: 16 bytes per weight, 20 with DDP's own buckets; ZeRO-1 sends half as much again.
+    # Chapter 15: 16 bytes per weight, 20 with DDP's own buckets; ZeRO-1 sends half as much again.
     assert row(planner, "DDP") == ("140 GB", "49 GB")
     assert row(planner, "DDP, bucket view") == ("112 GB", "49 GB")
     assert row(planner, "ZeRO-1") == ("63 GB", "73.5 GB")
@@ -267,7 +267,7 @@ def test_the_page_states_the_prediction_of_its_preset(planner):
 
 @pytest.mark.parametrize("bucket_mib", [25.0, 1.0])
 def test_the_prediction_for_two_ranks_of_this_machine(model, bucket_mib, capsys):
-    """Other programs can spoil a run, so it gets five chances, as in chapter 09."""
+    """Other programs can spoil a run, so it gets five chances, as in chapter 08."""
     for _ in range(5):
         case = run_ranks(measure_step, 64, bucket_mib, nproc=2)[0]
         measured = case.pop("measured")

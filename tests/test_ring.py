@@ -16,8 +16,8 @@ START = "At the start, each rank holds only its own numbers."
 
 
 def played(algorithm, world_size=4):
-    """Return ranks that have summed their vectors: two numbers of 8 bytes in each chunk."""
-    ranks = SimulatedRanks(torch.arange(2 * world_size**2).reshape(world_size, -1))
+    """Return ranks that have summed their vectors: a number of 8 bytes in each chunk."""
+    ranks = SimulatedRanks(torch.arange(world_size**2).reshape(world_size, -1))
     algorithm(ranks)
     return ranks
 
@@ -50,19 +50,19 @@ def test_a_step_in_words():
         [
             "Step 2, add: rank 0 sends chunk 3 to rank 1, rank 1 sends chunk 0 to rank 2, "
             "rank 2 sends chunk 1 to rank 3 and rank 3 sends chunk 2 to rank 0.",
-            "Each rank has sent 32 bytes so far. 0 of 16 chunks hold the sum over all ranks.",
+            "Each rank has sent 16 bytes so far. 0 of 16 chunks hold the sum over all ranks.",
         ],
         [
             "Step 6, copy: rank 0 sends chunk 3 to rank 1, rank 1 sends chunk 0 to rank 2, "
             "rank 2 sends chunk 1 to rank 3 and rank 3 sends chunk 2 to rank 0.",
-            "Each rank has sent 96 bytes so far. 16 of 16 chunks hold the sum over all ranks.",
+            "Each rank has sent 48 bytes so far. 16 of 16 chunks hold the sum over all ranks.",
         ],
     ]
     steps = embedded(player_html(played(through_rank_0, world_size=3)))["steps"]
     assert steps[1]["text"] == [
         "Step 1, add: rank 1 sends chunks 0, 1 and 2 to rank 0 and "
         "rank 2 sends chunks 0, 1 and 2 to rank 0.",
-        "Sent so far: 0 bytes by rank 0, 48 bytes by rank 1 and 48 bytes by rank 2. "
+        "Sent so far: 0 bytes by rank 0, 24 bytes by rank 1 and 24 bytes by rank 2. "
         "3 of 9 chunks hold the sum over all ranks.",
     ]
 

@@ -44,3 +44,9 @@ def test_the_site_is_published_only_when_its_pages_and_notebooks_have_passed():
         names = [name for name, command in steps if target in command.split()]
         assert names and set(names) <= set(publish["needs"]), target
         assert not [name for name in names if "if" in jobs[name]]
+
+
+def test_make_alone_lists_every_target(tmp_path):
+    shown = run("make", "-C", ROOT, cwd=tmp_path).stdout
+    (targets,) = re.findall(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)
+    assert set(re.findall(r"^  ([a-z-]+) ", shown, re.MULTILINE)) == set(targets.split())

@@ -1,121 +1,125 @@
-"""The exercise of chapter 03: the environment variables with which processes find each other."""
+"""The exercise of chapter 03: a save that leaves the old file or the new one, always whole."""
 
 import os
+import signal
+import sys
 from collections.abc import Callable
-from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lesson import Exercise
 
-from ddp_ref import cleanup_ddp
-
-WORLD_SIZE = 3
-OTHER_SIZE, OTHER_PORT = 4, 29_517  # only compared: nobody meets there
-WHY = {
-    "RANK": "a process does not know which rank it is",
-    "LOCAL_RANK": "a process does not know which GPU of its machine it should take",
-    "WORLD_SIZE": "a process does not know how many others to wait for",
-    "MASTER_ADDR": "a process does not know on which machine the store is",
-    "MASTER_PORT": "a process does not know at which port the store listens",
-}
+OLD, NEW = {"epochs_run": 5}, {"epochs_run": 10}
 
 
-class Meeting(NamedTuple):
-    """What the reader's function returned, by rank, and what came of it."""
+class Seen(NamedTuple):
+    """What a second save did, and in `after_kill` what a killed third save left."""
 
-    variables: list[Any]  # for a job of WORLD_SIZE ranks
-    others: list[Any]  # for another job
-    port: int
-    total: float | None  # an all-reduce of 2 ** rank, if the variables looked right
-    error: str | None
+    content: object
+    open_before: object  # read through a file that was opened before the second save
+    gone: bool  # at some moment during that save, there was no file at the path
+    moved_from: list[Path]  # the other folders from which a file was moved to the path
+    names: list[str]  # the files in the folder
+    after_kill: object
 
 
-def observe_environment(environment_for: Callable[[int, int, int], Any]) -> Meeting:
-    """Ask for every rank's variables, and if they look right, open a group with this rank's."""
-    # This run's own store listens at this port, so no rank has to host another one.
-    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    variables = [environment_for(other, WORLD_SIZE, port) for other in range(WORLD_SIZE)]
-    others = [environment_for(other, OTHER_SIZE, OTHER_PORT) for other in range(OTHER_SIZE)]
-    if _find_mistake(variables, port) or _find_mistake(others, OTHER_PORT):
-        return Meeting(variables, others, port, None, None)
-    os.environ.update(variables[rank])
+class Killer:
+    """Kills the process that pickles it: in the middle of a save."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return (object, ())
+
+
+def observe_save(save: Callable[[Path, dict[str, Any]], Any]) -> Seen:
+    """Save three times; the third save is killed midway."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "snapshot.pt"
+        torch.save(OLD, path)
+        with path.open("rb") as file:
+            gone, moved_from = _watch(path, lambda: save(path, dict(NEW)))
+            content, open_before = _load(path), _load(file)
+        names = sorted(entry.name for entry in path.parent.iterdir())
+        child = os.fork()
+        if child == 0:
+            try:
+                save(path, {"epochs_run": 15, "killer": Killer()})
+            finally:
+                os._exit(1)
+        os.waitpid(child, 0)
+        return Seen(content, open_before, gone, moved_from, names, _load(path))
+
+
+def _watch(path: Path, work: Callable[[], Any]) -> tuple[bool, list[Path]]:
+    """Call `work`; return whether `path` was missing meanwhile, and from which folders it came.
+
+    The hook looks whenever Python opens, moves or removes a file.
+    """
+    gone, folders = False, []
+    watching = True  # because an audit hook cannot be removed
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal gone
+        if not watching or not event.startswith(("open", "os.", "shutil.")):
+            return
+        gone = gone or not path.exists()
+        if event == "os.rename" and Path(arguments[1]) == path:
+            folders.append(Path(arguments[0]).resolve().parent)
+
+    sys.addaudithook(hook)
+    work()
+    watching = False
+    return gone, [folder for folder in folders if folder != path.parent.resolve()]
+
+
+def _load(source: Any) -> object:
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-        total = torch.tensor(2.0**rank)
-        dist.all_reduce(total)
-        cleanup_ddp()
-    except dist.DistError as error:
-        return Meeting(variables, others, port, None, str(error).splitlines()[0])
-    return Meeting(variables, others, port, total.item(), None)
+        return torch.load(source, weights_only=True)
+    except Exception:  # noqa: BLE001 - a torn file can raise anything; none of it is content
+        return None
 
 
-def judge_environment(seen: list[Meeting]) -> str | None:
-    """Return a hint, or None if the variables are right and the ranks met."""
-    first = seen[0]
-    mistake = _find_mistake(first.variables, first.port) or _find_mistake(first.others, OTHER_PORT)
-    if mistake:
-        return mistake
-    errors = [meeting.error for meeting in seen if meeting.error]
-    if errors:
-        address = first.variables[0]["MASTER_ADDR"]
+def judge_save(seen: list[Seen]) -> str | None:
+    save = seen[0]
+    if save.content != NEW:
         return (
-            f"the variables look complete, but the processes did not meet at MASTER_ADDR "
-            f"{address!r}. All of them run on this machine. The error was: {errors[0]}"
+            "after your function returned, torch.load did not find the new content at `path`. "
+            "Whatever file you write first, give it the name `path` in the end: "
+            "`temporary.replace(path)` does that."
         )
-    totals = [meeting.total for meeting in seen]
-    if totals != [2.0**WORLD_SIZE - 1] * WORLD_SIZE:
-        return f"the processes met, but an all-reduce gave {totals}, so not every rank took part."
-    return None
-
-
-def _find_mistake(variables: list[Any], port: int) -> str | None:
-    """Return a hint on the first thing that is wrong with the variables of a job, by rank."""
-    size = len(variables)
-    for own in variables:
-        if not isinstance(own, dict):
-            return f"your function returned a {type(own).__name__}, but it should return a dict."
-        for name, why in WHY.items():
-            if name not in own:
-                return f"{name} is missing, so {why}."
-            if not isinstance(own[name], str):
-                return (
-                    f"{name} is the {type(own[name]).__name__} {own[name]!r}, but environment "
-                    "variables are text: os.environ accepts nothing else. Use str()."
-                )
-    by_name = {name: [own[name] for own in variables] for name in WHY}
-    ranks = [str(rank) for rank in range(size)]
-    if set(by_name["WORLD_SIZE"]) != {str(size)}:
+    if save.after_kill != NEW:
         return (
-            f"WORLD_SIZE is {' and '.join(sorted(set(by_name['WORLD_SIZE'])))}, but the job has "
-            f"{size} processes. All of them count, rank 0 too, and all must say the same."
+            "the process was killed in the middle of a save, and no readable file was left at "
+            "`path`. torch.save empties a file before it fills it, so let it write to a "
+            "temporary file, and rename that file when it is complete."
         )
-    if by_name["RANK"] != ranks:
+    if save.open_before != OLD:
         return (
-            f"your processes claim the ranks {', '.join(by_name['RANK'])}. Ranks count from 0, and "
-            f"each must appear exactly once: here {', '.join(ranks)}."
+            "your function writes over the bytes of the old file, so for a moment the file is "
+            "half old and half new. Do not copy the new bytes into it. "
+            "`temporary.replace(path)` moves only the name."
         )
-    if by_name["LOCAL_RANK"] != ranks:
+    if save.gone:
         return (
-            f"LOCAL_RANK is {', '.join(by_name['LOCAL_RANK'])} for ranks {', '.join(ranks)}. It "
-            "numbers the processes of one machine, and all of these run on one machine."
+            "your function removes the old file before the new one has its name, so for a "
+            "moment there is no file at all. `temporary.replace(path)` does both in one step, "
+            "and the old file need not be removed first."
         )
-    if len(set(by_name["MASTER_PORT"])) > 1:
+    if save.moved_from:
         return (
-            f"MASTER_PORT is {', '.join(by_name['MASTER_PORT'])} for ranks {', '.join(ranks)}, so "
-            "each looks for the store somewhere else. They must all meet at one port."
+            f"your function writes the temporary file to {save.moved_from[0]}. That folder may "
+            "be on another file system, and between two file systems a file cannot be moved in "
+            "one step. Put it beside the snapshot, with `path.with_name(...)`."
         )
-    if set(by_name["MASTER_PORT"]) != {str(port)}:
-        return f"MASTER_PORT is {by_name['MASTER_PORT'][0]}, but the caller asked for port {port}."
-    if len(set(by_name["MASTER_ADDR"])) > 1:
+    if save.names != ["snapshot.pt"]:
         return (
-            "the processes have different values of MASTER_ADDR. It is not a process's own "
-            "address, but the address of the store, so it is the same for all."
+            "after a save, the folder holds more than the snapshot: "
+            f"{', '.join(save.names)}. Such files add up over a long training. "
+            "`temporary.replace(path)` leaves neither the temporary nor the old file."
         )
     return None
 
 
-EXERCISES = {
-    "environment_for": Exercise(observe_environment, judge_environment, nproc=WORLD_SIZE),
-}
+EXERCISES = {"save": Exercise(observe_save, judge_save, nproc=1)}

@@ -1,125 +1,95 @@
-"""The exercise of chapter 06: a save that leaves the old file or the new one, always whole."""
+"""Chapter 06: the gradient of several microbatches, with one synchronization."""
 
-import os
-import signal
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lesson import Exercise
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-OLD, NEW = {"epochs_run": 5}, {"epochs_run": 10}
+from ddp_ref import initialize_ddp
+
+MICROBATCHES = 3
 
 
 class Seen(NamedTuple):
-    """What a second save did, and in `after_kill` what a killed third save left."""
+    """What the function left on a rank, and how often DDP synchronized."""
 
-    content: object
-    open_before: object  # read through a file that was opened before the second save
-    gone: bool  # at some moment during that save, there was no file at the path
-    moved_from: list[Path]  # the other folders from which a file was moved to the path
-    names: list[str]  # the files in the folder
-    after_kill: object
+    gradient: Tensor | None
+    synchronizations: int
+    own: list[Tensor]  # the gradient of each microbatch of this rank alone
 
 
-class Killer:
-    """Kills the process that pickles it: in the middle of a save."""
+def _observe(accumulated_gradient: Callable[..., Any]) -> Seen:
+    rank = initialize_ddp().rank
+    torch.manual_seed(rank)
+    microbatches = list(torch.randn(MICROBATCHES, 4, 2))
+    own = []
+    for microbatch in microbatches:
+        model = _model()
+        model(microbatch).square().mean().backward()
+        own.append(_gradient(model))
+    replica, calls = DDP(_model()), []
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return (object, ())
+    def count_and_reduce(
+        group: dist.ProcessGroup, bucket: dist.GradBucket
+    ) -> torch.futures.Future[Tensor]:
+        calls.append("one bucket, so one call per synchronization")
+        return allreduce_hook(group, bucket)
 
-
-def observe_save(save: Callable[[dict[str, Any], Path], Any]) -> Seen:
-    """Save three times, each rank in a folder of its own; the third save is killed midway."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "snapshot.pt"
-        torch.save(OLD, path)
-        with path.open("rb") as file:
-            gone, moved_from = _watch(path, lambda: save(dict(NEW), path))
-            content, open_before = _load(path), _load(file)
-        names = sorted(entry.name for entry in path.parent.iterdir())
-        child = os.fork()
-        if child == 0:
-            try:
-                save({"epochs_run": 15, "killer": Killer()}, path)
-            finally:
-                os._exit(1)
-        os.waitpid(child, 0)
-        return Seen(content, open_before, gone, moved_from, names, _load(path))
+    replica.register_comm_hook(dist.group.WORLD, count_and_reduce)
+    accumulated_gradient(replica, lambda batch: replica(batch).square().mean(), microbatches)
+    return Seen(_gradient(replica.module), len(calls), own)
 
 
-def _watch(path: Path, work: Callable[[], Any]) -> tuple[bool, list[Path]]:
-    """Call `work`; return whether `path` was missing meanwhile, and from which folders it came.
-
-    The hook looks whenever Python opens, moves or removes a file.
-    """
-    gone, folders = False, []
-    watching = True  # because an audit hook cannot be removed
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal gone
-        if not watching or not event.startswith(("open", "os.", "shutil.")):
-            return
-        gone = gone or not path.exists()
-        if event == "os.rename" and Path(arguments[1]) == path:
-            folders.append(Path(arguments[0]).resolve().parent)
-
-    sys.addaudithook(hook)
-    work()
-    watching = False
-    return gone, [folder for folder in folders if folder != path.parent.resolve()]
+def _model() -> nn.Linear:
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1)
+    return model
 
 
-def _load(source: Any) -> object:
-    try:
-        return torch.load(source, weights_only=True)
-    except Exception:  # noqa: BLE001 - a torn file can raise anything; none of it is a state
-        return None
+def _gradient(model: nn.Module) -> Tensor:
+    """Return a copy of the gradient of the only parameter, zeros if it has none."""
+    (parameter,) = model.parameters()
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
 
 
-def judge_save(seen: list[Seen]) -> str | None:
-    for rank in seen:
-        if rank.content != NEW:
-            return (
-                "after your function returned, torch.load did not find the new state at `path`. "
-                "Whatever file you write first, give it the name `path` in the end: "
-                "`temporary.replace(path)` does that."
-            )
-        if rank.after_kill != NEW:
-            return (
-                "the process was killed in the middle of a save, and no readable file was left at "
-                "`path`. torch.save empties a file before it fills it, so let it write to a "
-                "temporary file, and rename that file when it is complete."
-            )
-        if rank.open_before != OLD:
-            return (
-                "your function writes over the bytes of the old file, so for a moment the file is "
-                "half old and half new. Do not copy the new bytes into it. "
-                "`temporary.replace(path)` moves only the name."
-            )
-        if rank.gone:
-            return (
-                "your function removes the old file before the new one has its name, so for a "
-                "moment there is no file at all. `temporary.replace(path)` does both in one step, "
-                "and the old file need not be removed first."
-            )
-        if rank.moved_from:
-            return (
-                f"your function writes the temporary file to {rank.moved_from[0]}. That folder may "
-                "be on another file system, and between two file systems a file cannot be moved in "
-                "one step. Put it beside the snapshot, with `path.with_name(...)`."
-            )
-        if rank.names != ["snapshot.pt"]:
-            return (
-                "after a save, the folder holds more than the snapshot: "
-                f"{', '.join(rank.names)}. Such files add up over a long training. "
-                "`temporary.replace(path)` leaves neither the temporary nor the old file."
-            )
+def _judge(seen: list[Seen]) -> str | None:
+    got = seen[0].gradient
+    all_means = torch.stack([torch.stack(rank.own) for rank in seen])  # (rank, microbatch, ...)
+    right = all_means.mean((0, 1))
+    count = seen[0].synchronizations
+    if got is None or not got.any():
+        return "there is no gradient. Call backward() for each microbatch."
+    if count == 0:
+        return (
+            "the gradients were never synchronized, so each rank has its own. Run forward and "
+            "backward of the last microbatch outside no_sync()."
+        )
+    if torch.allclose(got, right * MICROBATCHES):
+        return (
+            f"the gradient is {MICROBATCHES} times too large. backward() adds to .grad, so divide "
+            "each loss by the number of microbatches."
+        )
+    if torch.allclose(got, all_means[:, -1].mean(0)) or torch.allclose(
+        got, all_means[:, -1].mean(0) / MICROBATCHES
+    ):
+        return (
+            "the gradient contains only the last microbatch. Do not zero the gradients between "
+            "microbatches."
+        )
+    if not torch.allclose(got, right, atol=1e-6):
+        return "the gradient is not the gradient of the mean over all microbatches of all ranks."
+    if count > 1:
+        return (
+            f"the gradient is right, but DDP synchronized {count} times. Run forward and backward "
+            "inside no_sync() for all microbatches except the last."
+        )
     return None
 
 
-EXERCISES = {"save": Exercise(observe_save, judge_save)}
+EXERCISES = {"accumulated_gradient": Exercise(_observe, _judge)}

@@ -1,123 +1,76 @@
-"""Performance: the slowest network that still hides, and an all-reduce of few steps."""
+"""Chapter 09: a stream of which every item is read once."""
 
-import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
-import torch
 from lesson import Exercise
-from lesson.cost_model import break_even_bandwidth, gradient_bytes
-from lesson.ring import SimulatedRanks, replay
+from torch.utils.data import DataLoader, IterableDataset
 
-# (parameters, world size, seconds of backward)
-CASES = [(100e6, 8, 0.2), (100e6, 2, 0.2), (7e6, 16, 0.01)]
-# What a slip multiplies the answer by, and what to think about. The world size is in two of them.
-SLIPS: list[tuple[Callable[[int], float], str]] = [
-    (
-        lambda n: 1 / 2,
-        "The answer is half of what is needed. An all-reduce goes round the ring twice: once to "
-        "add up (reduce-scatter) and once to hand out the sums (all-gather).",
-    ),
-    (
-        lambda n: 1 / 8,
-        "The answer is an eighth of what is needed, which looks like gigabytes a second. Networks "
-        "are sold in gigabits a second, and a byte has 8 bits.",
-    ),
-    (
-        lambda n: 1 / 4,
-        "The answer is a quarter of what is needed, as if a gradient had one byte. In fp32 each "
-        "number takes 4 bytes.",
-    ),
-    (
-        lambda n: n * n / (n - 1),
-        "The answer grows with the number of ranks. In the ring, more ranks cut the vector into "
-        "smaller chunks, so a rank sends (n - 1) / n of it in each phase, not n or n - 1 times it.",
-    ),
-    (
-        lambda n: n,
-        "The answer grows with the number of ranks. In the ring, more ranks cut the vector into "
-        "smaller chunks: in each of the 2 (n - 1) steps a rank sends only 1/n of it.",
-    ),
-    (
-        lambda n: n / (n - 1),
-        "The answer is a little too high, most of all for 2 ranks. In each phase a rank sends all "
-        "chunks but one, which is (n - 1) / n of the vector and not the whole vector.",
-    ),
-]
+from ddp_ref import initialize_ddp
+
+ITEMS = 13  # a number that no count of shards divides
+THREE_RANKS = -1  # in place of a number of workers
+LIMIT = timedelta(seconds=20)  # of a collective that not all ranks call
+SHARDS = "Count every worker of every rank as one shard."
 
 
-def _ask_for_gigabits(break_even_gigabits: Callable[..., Any]) -> list[Any]:
-    return [break_even_gigabits(*case) for case in CASES]
+class _Stream(IterableDataset):
+    def __init__(self, shard: Callable[..., Any], rank: int, world_size: int) -> None:
+        self.shard, self.rank, self.world_size = shard, rank, world_size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.shard(range(ITEMS), self.rank, self.world_size))
 
 
-def _judge_gigabits(seen: list[list[Any]]) -> str | None:
-    (answers,) = seen
-    wanted = [
-        break_even_bandwidth(gradient_bytes(parameters), ranks, backward) * 8 / 1e9
-        for parameters, ranks, backward in CASES
-    ]
-    ratios = [answer / want for answer, want in zip(answers, wanted, strict=True)]
-    if all(math.isclose(ratio, 1, rel_tol=1e-3) for ratio in ratios):
-        return None
-    for slip, hint in SLIPS:
-        slips = [slip(ranks) for _, ranks, _ in CASES]
-        if all(math.isclose(r, s, rel_tol=1e-3) for r, s in zip(ratios, slips, strict=True)):
-            return hint
-    case, answer, want = CASES[0], answers[0], wanted[0]
-    return (
-        f"For {case[0] / 1e6:.0f} million parameters, {case[1]} ranks and {case[2]} s of backward "
-        f"your function returned {answer:.4g} Gbit/s, and {want:.4g} are needed. Write down the "
-        "bytes that a rank sends first, then divide by the time."
-    )
+def observe_shard(shard: Callable[..., Any]) -> dict[int, list[int]]:
+    """Return what this rank reads from a stream of 13 items, by the number of its workers."""
+    info = initialize_ddp(LIMIT)
+    stream = _Stream(shard, info.rank, info.world_size)
+    seen = {0: list(DataLoader(stream, None))}
+    for workers in (2, 3):
+        loader = DataLoader(stream, None, num_workers=workers, multiprocessing_context="fork")
+        seen[workers] = list(loader)
+    if info.rank == 0:  # an argument is enough: no group of three is needed
+        of_three = [list(shard(range(ITEMS), rank, 3)) for rank in range(3)]
+        seen[THREE_RANKS] = [item for items in of_three for item in items]
+    return seen
 
 
-def _run_doubling(doubling_all_reduce: Callable[[SimulatedRanks], Any]) -> SimulatedRanks:
-    """Let the function work on 8 simulated ranks, and return them."""
-    generator = torch.Generator().manual_seed(0)
-    ranks = SimulatedRanks(torch.randint(0, 100, (8, 16), generator=generator))
-    doubling_all_reduce(ranks)
-    return ranks
-
-
-def _judge_doubling(seen: list[SimulatedRanks]) -> str | None:
-    (ranks,) = seen
-    for step in range(1, ranks.steps + 1):
-        pairs = {(sent.source, sent.target) for sent in ranks.log if sent.step == step}
-        for rank in range(ranks.world_size):
-            if sum(source == rank for source, _ in pairs) > 1:
-                return (
-                    f"In step {step}, rank {rank} sends to more than one rank. Pair the ranks up: "
-                    "each one has one partner in a step."
-                )
-            if sum(target == rank for _, target in pairs) > 1:
-                return (
-                    f"In step {step}, rank {rank} receives from more than one rank. Pair the ranks "
-                    "up: each one has one partner in a step."
-                )
-    everyone = list(range(ranks.world_size))
-    for rank, row in enumerate(replay(ranks)[-1]):
-        for chunk, whose in enumerate(row):
-            at = f"rank {rank}'s chunk {chunk}"
-            if twice := [other for other in whose if whose.count(other) > 1]:
-                return (
-                    f"At the end, {at} contains the numbers of rank {twice[0]} more than once. The "
-                    "partner of a step must not know anything yet that the rank already has."
-                )
-            if whose != everyone:
-                return (
-                    f"At the end, {at} is the sum of ranks {whose} only, after {ranks.steps} "
-                    "steps. What arrives must be added, and after each step a rank should know "
-                    "twice as many ranks' numbers."
-                )
-    if ranks.steps > 3:
+def judge_shard(ranks: list[dict[int, list[int]]]) -> str | None:
+    """Find items that are read more often than once, or never."""
+    of_three = Counter(ranks[0].pop(THREE_RANKS))
+    counts = {n: Counter(item for rank in ranks for item in rank[n]) for n in ranks[0]}
+    most = {n: max(read.values(), default=0) for n, read in counts.items()}
+    if most[2] == 4:
         return (
-            f"The sums are right, but took {ranks.steps} steps, and 8 ranks need only 3. Send "
-            "whole vectors instead of chunks, so that what a rank knows doubles in every step."
+            "every worker of every rank yields the whole stream. Each of them must skip the "
+            f"items of all the others. {SHARDS}"
+        )
+    if most[0] > 1:
+        return (
+            "both ranks yield the same items, so `rank` makes no difference in your function. "
+            f"{SHARDS}"
+        )
+    for workers in (2, 3):
+        if most[workers] > 1:
+            return (
+                f"with {workers} workers per rank, two workers of one rank yield the same items. "
+                "Use both the id and the number of workers from `get_worker_info()`."
+            )
+    for workers, read in counts.items():
+        if missing := [item for item in range(ITEMS) if item not in read]:
+            return (
+                f"with {workers} workers per rank, nobody yields the items {missing}. "
+                "Take every n-th item up to the end of the stream, where n is the number of shards."
+            )
+    if of_three != Counter(range(ITEMS)):
+        return (
+            "your function is right on 2 ranks, but not on 3. The number of shards must be "
+            "computed from `world_size`."
         )
     return None
 
 
-EXERCISES = {
-    "break_even_gigabits": Exercise(_ask_for_gigabits, _judge_gigabits, nproc=1),
-    "doubling_all_reduce": Exercise(_run_doubling, _judge_doubling, nproc=1),
-}
+EXERCISES = {"shard": Exercise(observe_shard, judge_shard)}

@@ -1,82 +1,94 @@
-"""Chapter 11: replicas that stay equal."""
+"""The exercise of chapter 11: an epoch in which the ranks have different numbers of batches."""
 
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lesson import Exercise
-from torch import nn
+from lesson.partners import has_no_partner, open_impatient_group
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_ref import initialize_ddp
-
-LIMIT = timedelta(seconds=20)  # of a collective that not all ranks call
-
-
-def observe_replicas_equal(replicas_equal: Callable[..., Any]) -> dict[str, tuple[bool, bool]]:
-    """Return, for each way in which replicas may differ, the answer and whether a weight moved."""
-    rank = initialize_ddp(LIMIT).rank
-    seen = {}
-    for case in ("none", "last", "second", "small", "swapped"):
-        model = _model()
-        if rank == 1:
-            _change(model, case)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        answer = bool(replicas_equal(model))
-        pairs = zip(before, model.parameters(), strict=True)
-        seen[case] = answer, not all(torch.equal(old, new) for old, new in pairs)
-    return seen
+BATCHES = [3, 5]  # of each rank
+RATE = 0.01
+MOVED = 15.0  # batch n has the gradient n for each weight: the means of both ranks are 1 to 5
 
 
-def judge_replicas_equal(ranks: list[dict[str, tuple[bool, bool]]]) -> str | None:
-    """Find a wrong answer, ranks that disagree, or a model that was changed by looking at it."""
-    if any(moved for rank in ranks for _, moved in rank.values()):
-        return (
-            "your function changed the model that it should only inspect. A collective writes "
-            "into the tensor that you pass, so pass a clone."
-        )
-    for case in ranks[0]:
-        answers = [rank[case][0] for rank in ranks]
-        if len(set(answers)) > 1:
-            return (
-                f"the ranks disagree: rank 0 returned {answers[0]}, rank 1 returned {answers[1]}. "
-                "Rank 0 equals itself. Compare results that all ranks have in common, such as the "
-                "maximum and the minimum over the ranks."
-            )
-    if not ranks[0]["none"][0]:
-        return (
-            "your function returned False for equal replicas. Before you compare, check what the "
-            "collective did to each tensor: a sum over two ranks is twice as large as a replica."
-        )
-    unseen = {
-        "last": "the last parameter differed and your function returned True. Look at every "
-        "parameter, not only at the first.",
-        "second": "the second of four parameters differed and your function returned True. Look "
-        "at every parameter.",
-        "swapped": "two weights had changed places and your function returned True. A sum cannot "
-        "see that: compare element by element.",
-        "small": "a weight differed in the seventh digit and your function returned True. Drift "
-        "begins small, so compare exactly, without a tolerance.",
-    }
-    return next((hint for case, hint in unseen.items() if ranks[0][case][0]), None)
+class Epoch(NamedTuple):
+    """What `train_epoch` did on a rank; `weight` is None where a collective found no partner."""
+
+    weight: Tensor | None
+    moved: float = 0.0  # by the weight, over the learning rate
+    returned: object = None
+    drawn: int = 0
 
 
-def _model() -> nn.Module:
+class Counted:
+    """Batches that count how many of them were drawn."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.drawn = number, 0
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for number in range(self.number):
+            self.drawn += 1
+            yield torch.full((8, 4), number + 1.0)
+
+
+def observe_train_epoch(train_epoch: Callable[..., Any]) -> Epoch:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    open_impatient_group()
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    batches, start = Counted(BATCHES[dist.get_rank()]), model.module.weight.detach().clone()
+    try:
+        returned = train_epoch(model, optimizer, batches)
+        dist.barrier()  # what a job does next, whatever it is
+    except RuntimeError as error:
+        if not has_no_partner(error):
+            raise
+        return Epoch(None)
+    weight = model.module.weight.detach()
+    return Epoch(weight, ((start - weight) / RATE).mean().item(), returned, batches.drawn)
 
 
-@torch.no_grad()
-def _change(model: nn.Module, case: str) -> None:
-    first, second, _, last = model.parameters()
-    if case == "last":
-        last.add_(1.0)
-    elif case == "second":
-        second.add_(1.0)
-    elif case == "small":
-        first[0, 0].mul_(1 + 2.0**-22)  # two units in the last place of a float32
-    elif case == "swapped":
-        first[0, :2] = first[0, :2].flip(0)
+def judge_train_epoch(seen: list[Epoch]) -> str | None:
+    weights = [epoch.weight for epoch in seen if epoch.weight is not None]
+    if len(weights) < len(seen):
+        return (
+            "your function hangs: a rank that still has batches calls backward(), and the rank "
+            "that has none left does not join its all-reduce. model.join() lets a finished rank "
+            "take part."
+        )
+    drawn = [epoch.drawn for epoch in seen]
+    if drawn != BATCHES:
+        return (
+            f"the ranks have {BATCHES} batches, but your function took {drawn} of them. No batch "
+            "may be dropped: let the rank that finishes first join the others' all-reduces."
+        )
+    if not torch.equal(*weights):
+        return (
+            "every batch was used, but the ranks end with different weights. The gradients were "
+            "not averaged: call model(batch), not model.module(batch), and leave out no_sync()."
+        )
+    moved = seen[0].moved
+    if abs(moved - MOVED) > 0.1:
+        return (
+            f"the mean gradients of the five steps add up to {MOVED}, but your steps add up to "
+            f"{moved:.1f}. The sum was divided by both ranks even where only one had a batch: "
+            "one argument of model.join() changes the divisor."
+        )
+    returned = [epoch.returned for epoch in seen]
+    if returned != BATCHES:
+        return (
+            f"the training is right, but the ranks trained on {BATCHES} batches and your function "
+            f"returned {returned}. Return the number of batches of this rank."
+        )
+    return None
 
 
-EXERCISES = {"replicas_equal": Exercise(observe_replicas_equal, judge_replicas_equal)}
+EXERCISES = {"train_epoch": Exercise(observe_train_epoch, judge_train_epoch)}

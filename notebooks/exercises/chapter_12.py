@@ -1,94 +1,86 @@
-"""The exercise of chapter 12: an epoch in which the ranks have different numbers of batches."""
+"""The exercise of chapter 12: a file that one rank prepares and all ranks read."""
 
-from collections.abc import Callable, Iterator
+import atexit
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lesson import Exercise
 from lesson.partners import has_no_partner, open_impatient_group
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-BATCHES = [3, 5]  # of each rank
-RATE = 0.01
-MOVED = 15.0  # batch n has the gradient n for each weight: the means of both ranks are 1 to 5
 
 
-class Epoch(NamedTuple):
-    """What `train_epoch` did on a rank; `weight` is None where a collective found no partner."""
+class Preparation(NamedTuple):
+    """What `first_on_rank_0` did on a rank."""
 
-    weight: Tensor | None
-    moved: float = 0.0  # by the weight, over the learning rate
-    returned: object = None
-    drawn: int = 0
-
-
-class Counted:
-    """Batches that count how many of them were drawn."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.drawn = number, 0
-
-    def __len__(self) -> int:
-        return self.number
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for number in range(self.number):
-            self.drawn += 1
-            yield torch.full((8, 4), number + 1.0)
+    calls: int
+    found_ready: bool  # at the first call
+    stuck: bool
 
 
-def observe_train_epoch(train_epoch: Callable[..., Any]) -> Epoch:
-    torch.manual_seed(0)
+def observe_first_on_rank_0(first_on_rank_0: Callable[..., Any]) -> Preparation:
     open_impatient_group()
-    model = DistributedDataParallel(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    batches, start = Counted(BATCHES[dist.get_rank()]), model.module.weight.detach().clone()
+    shared = [tempfile.mkdtemp(prefix="ddp-exercise-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(shared)
+    if dist.get_rank() == 0:
+        atexit.register(shutil.rmtree, shared[0], ignore_errors=True)
+    ready = Path(shared[0]) / "ready"
+    found: list[bool] = []
+
+    def prepare() -> None:
+        found.append(ready.exists())
+        if not found[-1]:
+            time.sleep(3)  # a download: longer than a reader's time.sleep(1) would wait
+            ready.with_name(f"part {os.getpid()}").touch()
+            ready.with_name(f"part {os.getpid()}").replace(ready)
+
+    stuck = False
     try:
-        returned = train_epoch(model, optimizer, batches)
-        dist.barrier()  # what a job does next, whatever it is
+        first_on_rank_0(prepare)
+        dist.all_reduce(torch.zeros(1))  # what a job does next, whatever it is
     except RuntimeError as error:
         if not has_no_partner(error):
             raise
-        return Epoch(None)
-    weight = model.module.weight.detach()
-    return Epoch(weight, ((start - weight) / RATE).mean().item(), returned, batches.drawn)
+        stuck = True
+    return Preparation(len(found), bool(found) and found[0], stuck)
 
 
-def judge_train_epoch(seen: list[Epoch]) -> str | None:
-    weights = [epoch.weight for epoch in seen if epoch.weight is not None]
-    if len(weights) < len(seen):
+def judge_first_on_rank_0(seen: list[Preparation]) -> str | None:
+    if any(preparation.stuck for preparation in seen):
         return (
-            "your function hangs: a rank that still has batches calls backward(), and the rank "
-            "that has none left does not join its all-reduce. model.join() lets a finished rank "
-            "take part."
+            "your function hangs: one rank calls a collective, such as dist.barrier(), that the "
+            "other rank never calls. A barrier inside `if rank == 0:` waits forever, so put it "
+            "where every rank passes it exactly once."
         )
-    drawn = [epoch.drawn for epoch in seen]
-    if drawn != BATCHES:
+    first, other = seen
+    if not first.calls:
+        return "rank 0 never called prepare(). Rank 0 is the rank that must call it first."
+    if first.found_ready:
         return (
-            f"the ranks have {BATCHES} batches, but your function took {drawn} of them. No batch "
-            "may be dropped: let the rank that finishes first join the others' all-reduces."
+            "rank 1 did the work and rank 0 came after it. Swap the two: rank 0 prepares before "
+            "the barrier, the other ranks after it."
         )
-    if not torch.equal(*weights):
+    if not other.calls:
         return (
-            "every batch was used, but the ranks end with different weights. The gradients were "
-            "not averaged: call model(batch), not model.module(batch), and leave out no_sync()."
+            "rank 1 never called prepare(), so it has no data. The other ranks must call it too, "
+            "once rank 0 has finished."
         )
-    moved = seen[0].moved
-    if abs(moved - MOVED) > 0.1:
+    if not other.found_ready:
         return (
-            f"the mean gradients of the five steps add up to {MOVED}, but your steps add up to "
-            f"{moved:.1f}. The sum was divided by both ranks even where only one had a batch: "
-            "one argument of model.join() changes the divisor."
+            "rank 1 called prepare() before rank 0 had finished, so both did the work at the same "
+            "time. Something must hold rank 1 back until rank 0 is done: a barrier can."
         )
-    returned = [epoch.returned for epoch in seen]
-    if returned != BATCHES:
+    if (first.calls, other.calls) != (1, 1):
         return (
-            f"the training is right, but the ranks trained on {BATCHES} batches and your function "
-            f"returned {returned}. Return the number of batches of this rank."
+            f"the order is right, but prepare() was called too often: {first.calls}x on rank 0, "
+            f"{other.calls}x on rank 1. Call it once on each rank."
         )
     return None
 
 
-EXERCISES = {"train_epoch": Exercise(observe_train_epoch, judge_train_epoch)}
+EXERCISES = {"first_on_rank_0": Exercise(observe_first_on_rank_0, judge_first_on_rank_0)}

@@ -1,86 +1,56 @@
-"""The exercise of chapter 13: a file that one rank prepares and all ranks read."""
+"""Chapter 13: work that one rank does for all."""
 
-import atexit
-import os
-import shutil
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from lesson import Exercise
-from lesson.partners import has_no_partner, open_impatient_group
+
+from ddp_ref import cleanup_ddp, initialize_ddp
+
+FOUND = "10 classes"
 
 
-class Preparation(NamedTuple):
-    """What `first_on_rank_0` did on a rank."""
+def observe(prepare_once: Callable[[Callable[[], str]], Any]) -> tuple[int, Any, str]:
+    """Return how often this rank did the work, its result, and what a failing one raised here."""
+    initialize_ddp()
+    done: list[str] = []
 
-    calls: int
-    found_ready: bool  # at the first call
-    stuck: bool
+    def work() -> str:
+        done.append("work")
+        return FOUND
 
-
-def observe_first_on_rank_0(first_on_rank_0: Callable[..., Any]) -> Preparation:
-    open_impatient_group()
-    shared = [tempfile.mkdtemp(prefix="ddp-exercise-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(shared)
-    if dist.get_rank() == 0:
-        atexit.register(shutil.rmtree, shared[0], ignore_errors=True)
-    ready = Path(shared[0]) / "ready"
-    found: list[bool] = []
-
-    def prepare() -> None:
-        found.append(ready.exists())
-        if not found[-1]:
-            time.sleep(3)  # a download: longer than a reader's time.sleep(1) would wait
-            ready.with_name(f"part {os.getpid()}").touch()
-            ready.with_name(f"part {os.getpid()}").replace(ready)
-
-    stuck = False
+    result = prepare_once(work)
     try:
-        first_on_rank_0(prepare)
-        dist.all_reduce(torch.zeros(1))  # what a job does next, whatever it is
-    except RuntimeError as error:
-        if not has_no_partner(error):
-            raise
-        stuck = True
-    return Preparation(len(found), bool(found) and found[0], stuck)
+        prepare_once(_fail)
+        raised = "nothing"
+    except Exception as error:  # noqa: BLE001 - what it is, is the answer
+        raised = type(error).__name__
+    cleanup_ddp()
+    return len(done), result, raised
 
 
-def judge_first_on_rank_0(seen: list[Preparation]) -> str | None:
-    if any(preparation.stuck for preparation in seen):
+def _fail() -> str:
+    raise FileNotFoundError("no data here")
+
+
+def judge(seen: list[tuple[int, Any, str]]) -> str | None:
+    (first, result, raised), (second, other_result, other_raised) = seen
+    if (first, second) != (1, 0):
+        counts = f"{first} on rank 0, {second} on rank 1"
+        return f"calls of the work: {counts}. It should run once, on rank 0"
+    if raised != "FileNotFoundError":
+        return f"the work raised FileNotFoundError on rank 0, but there you raise {raised}"
+    if other_raised == "nothing":
+        return "the work failed on rank 0, and rank 1 went on as if it had not: it must raise too"
+    if other_raised != raised:
         return (
-            "your function hangs: one rank calls a collective, such as dist.barrier(), that the "
-            "other rank never calls. A barrier inside `if rank == 0:` waits forever, so put it "
-            "where every rank passes it exactly once."
+            f"the work raised {raised} on rank 0, but rank 1 raises {other_raised}: "
+            "the error itself has to reach every rank"
         )
-    first, other = seen
-    if not first.calls:
-        return "rank 0 never called prepare(). Rank 0 is the rank that must call it first."
-    if first.found_ready:
-        return (
-            "rank 1 did the work and rank 0 came after it. Swap the two: rank 0 prepares before "
-            "the barrier, the other ranks after it."
-        )
-    if not other.calls:
-        return (
-            "rank 1 never called prepare(), so it has no data. The other ranks must call it too, "
-            "once rank 0 has finished."
-        )
-    if not other.found_ready:
-        return (
-            "rank 1 called prepare() before rank 0 had finished, so both did the work at the same "
-            "time. Something must hold rank 1 back until rank 0 is done: a barrier can."
-        )
-    if (first.calls, other.calls) != (1, 1):
-        return (
-            f"the order is right, but prepare() was called too often: {first.calls}x on rank 0, "
-            f"{other.calls}x on rank 1. Call it once on each rank."
-        )
+    for rank, found in enumerate((result, other_result)):
+        if found != FOUND:
+            return f"the work returned {FOUND!r}, but rank {rank} got {found!r}"
     return None
 
 
-EXERCISES = {"first_on_rank_0": Exercise(observe_first_on_rank_0, judge_first_on_rank_0)}
+EXERCISES = {"prepare_once": Exercise(observe, judge)}

@@ -1,133 +1,144 @@
-"""The exercise of chapter 15: a training step whose parts are in the right order."""
+"""The exercises of chapter 15: bytes per weight, and clipping a gradient that is sharded."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from lesson import Exercise
-from lesson.buckets import note_and_reduce
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch import Tensor
 
-# The limit and the number of microbatches of each step; only the second step reaches its limit.
-STEPS = [(10.0, 2), (0.1, 2), (10.0, 3)]
-SCALE = 1024.0
-FIRST = torch.tensor([[1.0, -2.0, 3.0, 0.5]])  # the weights, (1, 4)
-
-
-class Step(NamedTuple):
-    """The weights after a step, and the length of each gradient that DDP reduced in it."""
-
-    weights: Tensor
-    sent: list[float]
-
-
-def _parts(rank: int, number: int) -> list[tuple[Tensor, Tensor]]:
-    """Return a rank's microbatches: inputs (8, 4) and targets (8, 1); rank 1's are larger."""
-    generator = torch.Generator().manual_seed(rank)
-    inputs = torch.rand(3, 8, 4, generator=generator) * (1 + 2 * rank) / 2
-    return list(zip(inputs, torch.rand(3, 8, 1, generator=generator), strict=True))[:number]
-
-
-def _loss_of(net: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
-    inputs, targets = part
-    return nn.functional.mse_loss(net(inputs), targets)
-
-
-def _run_step(clipped_step: Callable[..., None]) -> list[Step]:
-    """Take the steps of STEPS with the reader's function."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    model = nn.Linear(4, 1, bias=False)
-    model.weight.data.copy_(FIRST)
-    sent: list[float] = []
-    net, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=1.0)
-    net.register_comm_hook(lambda b: sent.append(b.buffer().norm().item()), note_and_reduce)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    steps = []
-    for limit, number in STEPS:
-        sent.clear()
-        optimizer.zero_grad()
-        try:
-            clipped_step(net, optimizer, scaler, _parts(dist.get_rank(), number), _loss_of, limit)
-        except RuntimeError as error:
-            if "unscale_()" not in str(error):
-                raise
-            what = "end each step with scaler.update(), which tells the scaler that it is over"
-            raise RuntimeError(f"{error} Call unscale_ once in each step, and {what}") from error
-        steps.append(Step(model.weight.detach().clone(), list(sent)))
-    dist.destroy_process_group()
-    return steps
+PARTS = "a weight takes 4 bytes, its gradient 4 and Adam's state 8"
+# Strategy, ranks, bytes per weight, and the hint for another answer.
+BYTES = [
+    (
+        "DDP, bucket view",
+        2,
+        16,
+        f"DDP shards nothing, so nothing is divided by the ranks: {PARTS}",
+    ),
+    (
+        "DDP, bucket view",
+        8,
+        16,
+        "it is right for 2 ranks, but DDP shards nothing, so its share does not depend on the "
+        "number of ranks",
+    ),
+    (
+        "DDP",
+        2,
+        20,
+        "without the bucket view each gradient exists twice: in .grad and in DDP's bucket",
+    ),
+    (
+        "ZeRO-1",
+        2,
+        12,
+        f"{PARTS}. ZeRO-1 divides only the optimizer state by the ranks; weights and gradients "
+        "stay whole",
+    ),
+    ("ZeRO-1", 8, 9, "it is right for 2 ranks only: divide by the argument, not by 2"),
+    (
+        "ZeRO-2",
+        4,
+        7,
+        f"{PARTS}. ZeRO-2 divides the gradients and the optimizer state by the ranks; only the "
+        "weights stay whole",
+    ),
+    (
+        "FSDP2",
+        4,
+        4,
+        f"{PARTS}. FSDP2, like ZeRO-3, divides all three by the ranks: between two steps a rank "
+        "keeps no whole weight",
+    ),
+    ("FSDP2", 64, 0.25, "it is right for 4 ranks only: divide by the argument, not by 4"),
+]
 
 
-def _judge_step(seen: list[list[Step]]) -> str | None:
-    one, two, three = (step.weights for step in seen[0])
-    if any(not torch.equal(mine.weights, its.weights) for mine, its in zip(*seen, strict=True)):
-        return (
-            "the ranks end with different weights. DDP never reduced a gradient, because every "
-            "backward ran inside no_sync: the last microbatch's backward must run outside it"
-        )
-    times = [len(step.sent) for step in seen[0]]
-    if times != [1, 1, 1]:
-        return (
-            f"in a step of 2 microbatches DDP reduced the gradients {times[0]} times. One time is "
-            "enough: no_sync holds DDP back until the last microbatch's backward"
-        )
-    if seen[0][0].sent[0] < SCALE / 100:
-        return (
-            "the gradient that DDP reduced is not scaled. Call backward on the loss that "
-            "scaler.scale returns, or small float16 gradients become 0"
-        )
-    gradient, moved = _gradient(FIRST, 2), FIRST - one
-    if torch.allclose(moved, 2 * gradient):
-        return (
-            "with 2 microbatches the step is twice as long as the mean gradient. backward adds up "
-            "the gradients of the microbatches: divide each loss by the number of microbatches"
-        )
-    if torch.allclose(moved.norm(), torch.tensor(STEPS[0][0] / SCALE)):
-        return (
-            "the gradient is far below the limit, and was clipped all the same. You measured it "
-            "while it was still multiplied by the scale: unscale before you clip"
-        )
-    if not torch.allclose(moved, gradient):
-        return (
-            "the gradient is below the limit, but the step is not the mean gradient of all "
-            "microbatches of all ranks"
-        )
-    limit = STEPS[1][0]
-    gradient, moved = _gradient(one, 2), one - two
-    length = moved.norm().item()
-    if length > 1.001 * limit:
-        return (
-            f"with the limit {limit} the step has the length {length:.2f}. Nothing clipped the "
-            "gradient between unscale_ and step"
-        )
-    if length < 2 * limit / SCALE:
-        return (
-            "the clipped step is nearly 0. You clipped the scaled gradient, and the scaler then "
-            "divided it by the scale: unscale before you clip"
-        )
-    if not torch.allclose(moved, gradient * limit / gradient.norm(), rtol=1e-3):
-        return (
-            "the clipped step points in another direction than the mean gradient. You clipped a "
-            "single microbatch or a single rank's gradient: clip once, after the last all-reduce"
-        )
-    if not torch.allclose(two - three, _gradient(two, 3), rtol=1e-3):
-        return "it is right for 2 microbatches but not for 3: take their number from len(parts)"
+def _run_bytes(bytes_per_weight: Callable[[str, int], float]) -> list[Any]:
+    return [bytes_per_weight(strategy, ranks) for strategy, ranks, *_ in BYTES]
+
+
+def _judge_bytes(seen: list[list[Any]]) -> str | None:
+    for answer, (strategy, ranks, right, hint) in zip(seen[0], BYTES, strict=True):
+        if not isinstance(answer, int | float):
+            return f"for {strategy!r} it returned {answer!r}, not a number"
+        if abs(answer - right) > 1e-9:
+            return f"for {strategy} on {ranks} ranks you count {answer:g} bytes: {hint}"
     return None
 
 
-def _gradient(weights: Tensor, number: int) -> Tensor:
-    """Return the gradient of the mean loss over `number` microbatches of both ranks."""
-    model = nn.Linear(4, 1, bias=False)
-    model.weight.data.copy_(weights)
-    parts = [part for rank in (0, 1) for part in _parts(rank, number)]
-    loss = torch.stack([_loss_of(model, part) for part in parts]).mean()
-    (gradient,) = torch.autograd.grad(loss, [model.weight])
-    return gradient
+# Both ranks together hold one gradient of the length 13: rank 0's part has 5, and rank 1's 12.
+SHARDS = [[[3.0, 0.0], [4.0]], [[12.0], []]]  # a rank may hold no row of a small parameter
+LIMITS = (1.3, 26.0)  # the first is reached, the second is not
+
+
+class Clipped(NamedTuple):
+    """What a call returned, and the shards after it, in one vector."""
+
+    norm: float
+    shards: Tensor
+
+
+def _run_clip(clip_shards: Callable[[list[Tensor], float], Any]) -> list[Clipped]:
+    """Clip this rank's shards twice, each time from the start."""
+    dist.init_process_group("gloo")
+    dist.barrier()  # a rank that makes no collective call could leave while the other connects
+    found = []
+    for limit in LIMITS:
+        shards = [torch.tensor(values) for values in SHARDS[dist.get_rank()]]
+        norm = clip_shards(shards, limit)
+        found.append(Clipped(float(norm), torch.cat(shards)))
+    dist.destroy_process_group()
+    return found
+
+
+def _judge_clip(seen: list[list[Clipped]]) -> str | None:
+    norms = [rank[0].norm for rank in seen]
+    start = [torch.cat([torch.tensor(values) for values in rank]) for rank in SHARDS]
+    wrong = {
+        17.0: "it adds the ranks' norms, 5 + 12. The norm is the root of a sum of squares: "
+        "all-reduce 25 + 144, and take the root after that",
+        8.5: "it averages the ranks' norms. The shards are parts of one vector, not copies of it: "
+        "all-reduce the sum of the squares, and take the root after that",
+        84.5**0.5: "it averages the squares over the ranks. The shards are parts of one vector, "
+        "not copies of it: use the sum, without dividing by the number of ranks",
+        169.0: "it returns the sum of the squares: take the root",
+    }
+    if _near(norms[0], 5) and _near(norms[1], 12):
+        return (
+            "rank 0 measured the norm 5 and rank 1 the norm 12: each rank measured its own shards, "
+            "so each scaled by another factor. all-reduce the sums of the squares first"
+        )
+    if not _near(norms[0], norms[1]):
+        return f"the ranks return different norms, {norms[0]:g} and {norms[1]:g}"
+    for norm, hint in wrong.items():
+        if _near(norms[0], norm):
+            return f"the norm is 13, but you return {norms[0]:g}: {hint}"
+    if not _near(norms[0], 13):
+        return f"the norm over both ranks is 13, the root of 25 + 144, but you return {norms[0]:g}"
+    for rank, (tight, loose) in enumerate(seen):
+        if torch.equal(tight.shards, start[rank]):
+            return (
+                "the norm is right, but the shards still have their old values: scale them in "
+                "place, for example with mul_"
+            )
+        if not torch.allclose(loose.shards, start[rank]):
+            return (
+                "the norm 13 is below the limit 26, and the gradient was scaled all the same. "
+                "Clipping only makes a gradient shorter: the factor is at most 1"
+            )
+        if not torch.allclose(tight.shards, start[rank] / 10, rtol=1e-4):
+            return f"with the norm 13 and the limit 1.3 the factor is 0.1, on rank {rank} it is not"
+    return None
+
+
+def _near(value: float, other: float) -> bool:
+    return abs(value - other) < 1e-3
 
 
 EXERCISES = {
-    "clipped_step": Exercise(_run_step, _judge_step),
+    "bytes_per_weight": Exercise(_run_bytes, _judge_bytes, nproc=1),
+    "clip_shards": Exercise(_run_clip, _judge_clip),
 }

@@ -3,7 +3,7 @@
 It stands beside the notebooks, in whose folder their kernels start.
 """
 
-from .commands import hide_gpus, scratch_folder, shell
+from .commands import hide_gpus, scratch_folder, shell, start_chapter
 from .display import show_figure
 from .exercise import Exercise
 from .predictions import reveal
@@ -19,3 +19,8 @@ __all__ = [
     "show_figure",
     "show_script",
 ]
+
+
+def load_ipython_extension(_shell: object) -> None:
+    """`%load_ext lesson`, the first cell of a chapter: go to an empty folder with the scripts."""
+    start_chapter()

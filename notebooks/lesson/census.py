@@ -14,7 +14,7 @@ Readers = dict[str, list[list[int]]]  # by case, for each item: the rank of each
 
 
 def by_both(items: Sequence[int], rank: int, world_size: int) -> Iterator[int]:
-    """Return the items that this worker of this rank must yield (chapter 10's exercise)."""
+    """Return the items that this worker of this rank must yield (chapter 09's exercise)."""
     info = get_worker_info()
     worker, workers = (info.id, info.num_workers) if info else (0, 1)
     shard, shards = rank * workers + worker, world_size * workers

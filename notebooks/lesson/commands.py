@@ -29,8 +29,17 @@ def scratch_folder() -> Path:
     """Make a folder that looks like the project's root; it goes when the kernel ends."""
     folder = Path(tempfile.mkdtemp(prefix="ddp-notebook-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "scripts").symlink_to(ROOT / "scripts")
+    for name in ("scripts", "datautils.py"):
+        (folder / name).symlink_to(ROOT / name)
     return folder
+
+
+def start_chapter() -> None:
+    """Go to a scratch folder, where `!python` and `!torchrun` are this environment's."""
+    sys.path.append(str(ROOT / "notebooks"))  # for `lesson` and `exercises`
+    hide_gpus()
+    os.environ.update(_environment())
+    os.chdir(scratch_folder())
 
 
 def shell(command: str, *, folder: Path | None = None, timeout: float = 120) -> str:

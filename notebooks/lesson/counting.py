@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity
 from torch.utils.data import DataLoader, DistributedSampler
 
-from datautils import digits
+from datautils import MyTrainDataset
 
 
 def count_collectives(work: Callable[..., object], *args: Any) -> int:
@@ -32,7 +32,7 @@ def plain_loop(reduce_loss: bool) -> Callable[[], None]:
     device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     model = DDP(torch.nn.Linear(64, 10).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = digits("train")
+    data = MyTrainDataset()
 
     def epoch() -> None:
         for inputs, targets in DataLoader(data, 32, sampler=DistributedSampler(data)):

@@ -1,20 +1,14 @@
-"""Simulated ranks that send each other chunks of numbers, and drawings of what they sent."""
+"""Simulated ranks that send each other chunks of numbers, and a drawing of how many they sent."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import cos, pi, sin
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, Rectangle
 from torch import Tensor
 
-from .palette import COMMUNICATE, RANKS, REFERENCE
+from .palette import COMMUNICATE, REFERENCE
 
-RADIUS = 1.25  # of the circle on which the ranks are drawn
-CELL = 0.27, 0.5  # width and height of a chunk there
-LIMITS = {"xlim": (-1.85, 1.85), "ylim": (-1.6, 1.6), "aspect": "equal"}
 Holdings = list[list[list[int]]]  # by rank and chunk: whose numbers are summed there
 
 
@@ -108,93 +102,6 @@ def replay(ranks: SimulatedRanks) -> list[Holdings]:
             after[message.target][message.chunk] = sorted(kept + arrived)
         states.append(after)
     return states
-
-
-def draw_ring(ranks: SimulatedRanks) -> Figure:
-    """Draw the ranks on a circle, step by step: what they sent and whose numbers they hold.
-
-    The drawing is made from the log. It has room for 4 ranks.
-    """
-    states = replay(ranks)
-    figure, grid = plt.subplots(2, 4, figsize=(9, 5.2), layout="constrained")
-    for step, (axes, state) in enumerate(zip(grid.flat, states, strict=False)):
-        messages = [message for message in ranks.log if message.step == step]
-        _draw_state(axes, state, messages)
-        phase = "" if step == 0 else ", add" if messages[0].add else ", copy"
-        axes.set_title(f"step {step}{phase}" if step else "at the start", fontsize=10)
-    for axes in grid.flat[len(states) :]:
-        _draw_legend(axes)
-    return figure
-
-
-def _draw_state(axes: Axes, state: Holdings, messages: list[Message]) -> None:
-    size, (width, height) = len(state), CELL
-    angles = [pi / 2 - 2 * pi * rank / size for rank in range(size)]  # clockwise from the top
-    corners = []  # of each rank's first chunk
-    for rank, (row, angle) in enumerate(zip(state, angles, strict=True)):
-        x, y = RADIUS * cos(angle) - size * width / 2, RADIUS * sin(angle) - height / 2
-        corners.append((x, y))
-        for chunk, whose in enumerate(row):
-            _draw_chunk(axes, (x + chunk * width, y), whose, size)
-        inside = 0.36 * cos(angle), 0.85 * sin(angle)
-        axes.text(*inside, f"rank {rank}", ha="center", va="center", fontsize=8)
-    for message in messages:
-        x, y = corners[message.target]
-        _draw_frame(axes, (x + message.chunk * width, y))
-        _draw_arrow(axes, angles[message.source], angles[message.target], message.chunk)
-    axes.set(**LIMITS)
-    axes.axis("off")
-
-
-def _draw_chunk(axes: Axes, corner: tuple[float, float], whose: list[int], size: int) -> None:
-    """Draw a box with one stripe for each rank whose numbers are summed in it."""
-    (x, y), (width, height) = corner, CELL
-    for rank in whose:
-        stripe = x, y + (size - 1 - rank) * height / size  # rank 0's is the top one
-        axes.add_patch(Rectangle(stripe, width, height / size, color=RANKS[rank], linewidth=0))
-    axes.add_patch(Rectangle(corner, *CELL, fill=False, edgecolor=REFERENCE, linewidth=0.7))
-
-
-def _draw_frame(axes: Axes, corner: tuple[float, float]) -> None:
-    """Mark a chunk that has just arrived."""
-    frame = Rectangle(corner, *CELL, fill=False, edgecolor=COMMUNICATE, linewidth=2.5, zorder=3)
-    axes.add_patch(frame)
-
-
-def _draw_arrow(axes: Axes, source: float, target: float, chunk: int) -> None:
-    """Draw an arrow with the chunk's number, along the circle from one angle to the next."""
-    target -= 2 * pi * (target > source)  # clockwise
-    # A row of chunks is wide, so at the top and the bottom of the circle an arrow starts later.
-    first, last = (pi / 11 * (1 + abs(sin(angle))) for angle in (source, target))
-    start, end = source - first, target + last
-    tail, tip = [(RADIUS * cos(angle), RADIUS * sin(angle)) for angle in (start, end)]
-    arrow = FancyArrowPatch(
-        tail,
-        tip,
-        arrowstyle="-|>",
-        connectionstyle="arc3,rad=-0.2",
-        mutation_scale=10,
-        linewidth=1.5,
-        color=COMMUNICATE,
-    )
-    axes.add_patch(arrow)
-    middle, outside = (start + end) / 2, RADIUS + 0.25
-    place = outside * cos(middle), outside * sin(middle)
-    axes.text(*place, str(chunk), ha="center", va="center", fontsize=8, color=COMMUNICATE)
-
-
-def _draw_legend(axes: Axes) -> None:
-    width, height = CELL
-    for rank, color in enumerate(RANKS):
-        y = 1.1 - 0.35 * rank
-        axes.add_patch(Rectangle((-1.6, y), width, height / 4, color=color, linewidth=0))
-        axes.text(-1.15, y, f"numbers of rank {rank}", fontsize=9)
-    _draw_frame(axes, (-1.6, -0.75))
-    axes.text(-1.15, -0.6, "chunk that just arrived", fontsize=9)
-    axes.text(-1.5, -1.2, "2", fontsize=9, color=COMMUNICATE)
-    axes.text(-1.15, -1.2, "chunk 2 is on its way", fontsize=9)
-    axes.set(**LIMITS)
-    axes.axis("off")
 
 
 def draw_traffic(sent: Mapping[str, Mapping[int, float]]) -> Figure:

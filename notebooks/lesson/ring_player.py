@@ -5,19 +5,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from IPython.display import display
 
 from .palette import COMMUNICATE, RANKS
-from .ring import Holdings, Message, SimulatedRanks, replay
+from .ring import Holdings, Message, SimulatedRanks, replay, ring_all_reduce
 
 FOLDER = Path(__file__).parent
 
 
-def play_ring(ranks: SimulatedRanks) -> None:
-    """Show a player for the log of `ranks`, of at most 4 ranks.
+def play_ring() -> None:
+    """Show a player for the ring of 4 ranks, which hold 4 chunks of one number each.
 
     It needs JavaScript. GitHub runs no scripts in a notebook, so there the output is empty.
     """
+    ranks = SimulatedRanks(torch.arange(16).reshape(4, 4))
+    ring_all_reduce(ranks)
     words = "\n".join(" ".join(step["text"]) for step in player_data(ranks)["steps"])
     display({"text/html": player_html(ranks), "text/plain": words}, raw=True)
 

@@ -3,6 +3,7 @@
 # per GPU. From the project's root:
 #
 #   sbatch scripts/slurm/multiple_nodes_multiple_gpu_slurm_job.sh
+#   sbatch scripts/slurm/multiple_nodes_multiple_gpu_slurm_job.sh scripts/multinode_slurm.py 20 5
 #
 #SBATCH --job-name=digits
 #SBATCH --nodes=2
@@ -18,9 +19,10 @@
 ##SBATCH --partition=gpu        # if your cluster requires these, remove one #
 ##SBATCH --account=project
 
-PYTHON=.venv/bin/python
+PYTHON=${PYTHON:-.venv/bin/python}
 TRAIN=(scripts/train_reference.py --config scripts/configs/digits.yaml)
 TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # a requeued job keeps its id and folder
+[ $# = 0 ] || TRAIN=("$@")      # what you name after this file, instead
 INTERFACE=                      # such as ib0 or eth0, if NCCL or Gloo choose the wrong network;
                                 # `ip -brief address` on a node lists the names
 # module load cuda              # and whatever else your cluster needs

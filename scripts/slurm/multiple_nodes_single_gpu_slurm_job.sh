@@ -2,6 +2,7 @@
 # Train on several nodes with one GPU each: srun starts one rank per node. From the project's root:
 #
 #   sbatch scripts/slurm/multiple_nodes_single_gpu_slurm_job.sh
+#   sbatch scripts/slurm/multiple_nodes_single_gpu_slurm_job.sh scripts/multinode_slurm.py 20 5
 #
 #SBATCH --job-name=digits
 #SBATCH --nodes=2
@@ -17,9 +18,10 @@
 ##SBATCH --partition=gpu        # if your cluster requires these, remove one #
 ##SBATCH --account=project
 
-PYTHON=.venv/bin/python
+PYTHON=${PYTHON:-.venv/bin/python}
 TRAIN=(scripts/train_reference.py --config scripts/configs/digits.yaml)
 TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # a requeued job keeps its id and folder
+[ $# = 0 ] || TRAIN=("$@")      # what you name after this file, instead
 INTERFACE=                      # such as ib0 or eth0, if NCCL or Gloo choose the wrong network;
                                 # `ip -brief address` on a node lists the names
 # module load cuda              # and whatever else your cluster needs
@@ -47,11 +49,17 @@ stop() {  # every rank saves and exits
 stopped=
 trap stop USR1
 
+# The ranks meet on the first node. Each job has a different port, below the ports that Linux
+# assigns by itself. OMP_NUM_THREADS: otherwise, each rank would use all cores of its node.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 12768))
+export MASTER_ADDR MASTER_PORT OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
+
 # --cpus-per-task: since Slurm 22.05, srun does not read it from the header.
 # --kill-on-bad-exit: if one rank fails, Slurm ends the others. Otherwise they would wait for it
 # until the timeout. --wait=0: rank 0 may still test when the others have ended, and some clusters
 # would then end it, too.
-# The ranks read rank, world size and rank 0's address from Slurm's variables.
+# The ranks read their rank and the world size from Slurm's variables.
 srun ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} --kill-on-bad-exit=1 --wait=0 \
     "$PYTHON" "${TRAIN[@]}" &
 

@@ -2,6 +2,7 @@
 # Train on one node with several GPUs: torchrun starts one rank per GPU. From the project's root:
 #
 #   sbatch scripts/slurm/single_node_multiple_gpu_slurm_job.sh
+#   sbatch scripts/slurm/single_node_multiple_gpu_slurm_job.sh scripts/multigpu_torchrun.py 20 5
 #
 #SBATCH --job-name=digits
 #SBATCH --nodes=1
@@ -17,9 +18,10 @@
 ##SBATCH --partition=gpu        # if your cluster requires these, remove one #
 ##SBATCH --account=project
 
-PYTHON=.venv/bin/python
+PYTHON=${PYTHON:-.venv/bin/python}
 TRAIN=(scripts/train_reference.py --config scripts/configs/digits.yaml)
 TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # a requeued job keeps its id and folder
+[ $# = 0 ] || TRAIN=("$@")      # what you name after this file, instead
 # module load cuda              # and whatever else your cluster needs
 
 # ---- You need not edit anything below. --------------------------------------------------------

@@ -9,7 +9,7 @@ import wandb
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from datautils import digits
+from datautils import MyTrainDataset
 from ddp_ref import Callback, Handler, cleanup_ddp
 
 
@@ -86,8 +86,8 @@ def train(folder, epochs=3):
         MLflow((folder / "mlruns").as_uri(), experiment="digits"),
     ]
     handler = Handler(model, optimizer, nn.functional.cross_entropy, callbacks=callbacks)
-    handler.set_train_loader(digits("train"), batch_size=32)
-    handler.set_val_loader(digits("test"), batch_size=32)
+    handler.set_train_loader(MyTrainDataset(), batch_size=32)
+    handler.set_val_loader(MyTrainDataset(train=False), batch_size=32)
     handler.train(epochs)
     return handler
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
 
-from datautils import digits
+from datautils import MyTrainDataset
 from ddp_ref import Handler, cleanup_ddp
 
 
@@ -14,8 +14,9 @@ def train(epochs=2):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     metrics = {"f1": MulticlassF1Score(10, average="macro"), "auroc": MulticlassAUROC(10)}
     handler = Handler(model, optimizer, nn.functional.cross_entropy, metrics=metrics)
-    handler.set_train_loader(digits("train"), batch_size=32)
-    handler.set_val_loader(digits("test"), batch_size=32)  # 357 items: 179 and 178 on two ranks
+    handler.set_train_loader(MyTrainDataset(), batch_size=32)
+    test_set = MyTrainDataset(train=False)  # 357 items: 179 and 178 on two ranks
+    handler.set_val_loader(test_set, batch_size=32)
     handler.train(epochs)
     return handler
 

@@ -225,10 +225,11 @@ def test_f1_and_auroc_of_torchmetrics_equal_those_of_a_single_process():
 
         handler = scores.train()
         validated = handler.validate()
-        outputs = handler.predict(scores.digits("test"), batch_size=32)
+        test_set = scores.MyTrainDataset(train=False)
+        outputs = handler.predict(test_set, batch_size=32)
         if outputs is None:
             return validated, handler.val_metrics, None
-        targets = scores.digits("test").tensors[1]
+        targets = test_set.digits
         f1 = multiclass_f1_score(outputs, targets, num_classes=10, average="macro").item()
         parts = [
             multiclass_f1_score(o, t, num_classes=10, average="macro")
@@ -254,7 +255,8 @@ def test_torchmetrics_on_one_rank_alone():
         objects["twice"] = objects["f1"].clone() + objects["f1"].clone()
         validated = handler.validate()
         if handler.rank == 0:  # evaluate is not collective
-            return validated, handler.evaluate(DataLoader(scores.digits("test"), batch_size=32))
+            test_set = scores.MyTrainDataset(train=False)
+            return validated, handler.evaluate(DataLoader(test_set, batch_size=32))
         return validated, None
 
     (validated, alone), _ = on_two_ranks(train)
@@ -274,7 +276,7 @@ def test_torchmetrics_on_a_rank_without_a_sample():
         import scores
         from torch.utils.data import DataLoader, Subset
 
-        handler, one = scores.train(epochs=0), Subset(scores.digits("test"), [0])
+        handler, one = scores.train(epochs=0), Subset(scores.MyTrainDataset(train=False), [0])
         handler.set_val_loader(one, batch_size=32)
         with pytest.raises(ValueError, match="some ranks have no sample for metric 'auroc'"):
             handler.validate()

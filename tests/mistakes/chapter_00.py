@@ -38,10 +38,10 @@ def takes_two_ranks_for_granted(tensor):
     return total / 2
 
 
-def takes_three_ranks_for_granted(tensor):
+def takes_four_ranks_for_granted(tensor):
     total = tensor.clone()
     dist.all_reduce(total)
-    return total / 3
+    return total / 4
 
 
 def changes_its_argument(tensor):
@@ -62,7 +62,7 @@ MISTAKES = {
         (brings_another_size_on_rank_0, "tensors of different sizes to one collective"),
         (reduces_to_rank_0, "only rank 0 has the mean"),
         (takes_two_ranks_for_granted, "divided the sum by 2"),
-        (takes_three_ranks_for_granted, "right for 3 ranks, but not for 2"),
+        (takes_four_ranks_for_granted, "divided the sum by 4"),
         (changes_its_argument, "changed its argument"),
         (returns_nothing, "did not return a tensor"),
     ],

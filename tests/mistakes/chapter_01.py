@@ -1,33 +1,4 @@
-"""Typical wrong answers to the exercises of chapter 01, and words of the hint each must get."""
-
-import torch.distributed as dist
-
-
-def keeps_its_own(own_gradient, count):
-    return own_gradient
-
-
-def takes_the_plain_mean(own_gradient, count):
-    dist.all_reduce(own_gradient)
-    return own_gradient / dist.get_world_size()
-
-
-def sums_over_the_samples(own_gradient, count):
-    total = own_gradient * count
-    dist.all_reduce(total)
-    return total
-
-
-def divides_by_its_own_count(own_gradient, count):
-    total = own_gradient * count
-    dist.all_reduce(total)
-    return total / count
-
-
-def takes_64_for_granted(own_gradient, count):
-    total = own_gradient * count
-    dist.all_reduce(total)
-    return total / 64
+"""Typical wrong answers to the exercise of chapter 01, and words of the hint each must get."""
 
 
 def looks_at_the_loss(model, loss_fn, inputs, targets):
@@ -60,13 +31,6 @@ def keeps_old_gradients(model, loss_fn, inputs, targets):
 
 
 MISTAKES = {
-    "batch_gradient": [
-        (keeps_its_own, "nothing was exchanged"),
-        (takes_the_plain_mean, "returned the plain mean"),
-        (sums_over_the_samples, "the sum over all samples, not the mean"),
-        (divides_by_its_own_count, "divided the sum by its own number of samples"),
-        (takes_64_for_granted, "but not for 20 and 12"),
-    ],
     "without_gradient": [
         (looks_at_the_loss, "stays at 1"),
         (looks_for_none, "is there, but all zeros"),

@@ -1,64 +1,54 @@
-"""Typical wrong answers to the exercise of chapter 03, and words of the hint each must get."""
+"""Typical wrong answers to the exercise of chapter 03, each with words of its hint."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
 
 
-def _right(rank, world_size, port):
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(port),
-    }
+def in_place(path, content):
+    torch.save(content, path)
 
 
-def returns_numbers(rank, world_size, port):
-    return _right(rank, world_size, port) | {"RANK": rank, "WORLD_SIZE": world_size}
+def copied(path, content):
+    temporary = Path(f"{path}.tmp")
+    torch.save(content, temporary)
+    shutil.copyfile(temporary, path)
+    temporary.unlink()
 
 
-def forgets_the_local_rank(rank, world_size, port):
-    variables = _right(rank, world_size, port)
-    del variables["LOCAL_RANK"]
-    return variables
+def unlinked_first(path, content):
+    temporary = Path(f"{path}.tmp")
+    torch.save(content, temporary)
+    path.unlink()
+    temporary.rename(path)
 
 
-def counts_from_one(rank, world_size, port):
-    return _right(rank + 1, world_size, port)
+def in_another_folder(path, content):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(content, temporary := Path(folder) / path.name)
+        temporary.replace(path)
 
 
-def puts_all_on_local_rank_0(rank, world_size, port):
-    return _right(rank, world_size, port) | {"LOCAL_RANK": "0"}
+def never_renamed(path, content):
+    torch.save(content, Path(f"{path}.tmp"))
 
 
-def leaves_out_rank_0(rank, world_size, port):
-    return _right(rank, world_size - 1, port)
-
-
-def gives_each_rank_its_own_port(rank, world_size, port):
-    return _right(rank, world_size, port + rank)
-
-
-def takes_the_usual_port(rank, world_size, port):
-    return _right(rank, world_size, 29500)
-
-
-def gives_each_rank_its_own_address(rank, world_size, port):
-    return _right(rank, world_size, port) | {"MASTER_ADDR": f"127.0.0.{rank + 1}"}
-
-
-def returns_one_variable(rank, world_size, port):
-    return f"RANK={rank}"
+def with_the_old_one_kept(path, content):
+    temporary, backup = Path(f"{path}.tmp"), Path(f"{path}.bak")
+    torch.save(content, temporary)
+    shutil.copyfile(path, backup)
+    temporary.replace(path)
 
 
 MISTAKES = {
-    "environment_for": [
-        (returns_numbers, "environment variables are text"),
-        (forgets_the_local_rank, "LOCAL_RANK is missing"),
-        (counts_from_one, "Ranks count from 0"),
-        (puts_all_on_local_rank_0, "numbers the processes of one machine"),
-        (leaves_out_rank_0, "All of them count, rank 0 too"),
-        (gives_each_rank_its_own_port, "must all meet at one port"),
-        (takes_the_usual_port, "but the caller asked for port"),
-        (gives_each_rank_its_own_address, "different values of MASTER_ADDR"),
-        (returns_one_variable, "should return a dict"),
-    ],
+    "save": [
+        (in_place, "the process was killed in the middle of a save"),
+        (copied, "your function writes over the bytes of the old file"),
+        (unlinked_first, "your function removes the old file before the new one has its name"),
+        (in_another_folder, "may be on another file system"),
+        (never_renamed, "torch.load did not find the new content"),
+        (with_the_old_one_kept, "the folder holds more than the snapshot"),
+    ]
 }

@@ -1,66 +1,22 @@
-"""Typical wrong answers to the exercise of chapter 04, and words of the hint that each gets."""
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
+"""Typical wrong answers to the exercise of chapter 04, each with words of its hint."""
 
 
-def mean_of_means(outputs, targets):
-    return F.cross_entropy(outputs, targets)
+def the_rank(rank, local_rank, visible):
+    return rank
 
 
-def without_world_size(outputs, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
-    return F.cross_entropy(outputs, targets, reduction="sum") / count
+def the_rank_wrapped(rank, local_rank, visible):
+    return rank % visible
 
 
-def summed(outputs, targets):
-    return F.cross_entropy(outputs, targets, reduction="sum")
-
-
-def counting_padding(outputs, targets):
-    count = torch.tensor(len(targets))
-    dist.all_reduce(count)
-    total = F.cross_entropy(outputs, targets, reduction="sum")
-    return total * dist.get_world_size() / count
-
-
-def for_two_ranks(outputs, targets):
-    count = (targets != -100).sum()
-    dist.all_reduce(count)
-    return F.cross_entropy(outputs, targets, reduction="sum") * 2 / count
-
-
-def from_own_mean(outputs, targets):
-    own = (targets != -100).sum()
-    count = own.clone()
-    dist.all_reduce(count)
-    return F.cross_entropy(outputs, targets) * own * dist.get_world_size() / count  # nan * 0 is nan
-
-
-def own_mean_for_the_others(outputs, targets):
-    """Leave out a rank that has no targets, and the mean is over the others' world size."""
-    own = (targets != -100).sum()
-    ranks, count = (own > 0).long(), own.clone()
-    dist.all_reduce(ranks)
-    dist.all_reduce(count)
-    return F.cross_entropy(outputs, targets, reduction="sum") * ranks / count
-
-
-def detached(outputs, targets):
-    return mean_of_means(outputs, targets).item()
+def the_local_rank(rank, local_rank, visible):
+    return local_rank
 
 
 MISTAKES = {
-    "global_mean_loss": [
-        (mean_of_means, "each rank's mean has the same weight"),
-        (without_world_size, "is a third of what it should be"),
-        (summed, "you got a third of the gradient of the sum"),
-        (counting_padding, "targets of -100 were counted"),
-        (for_two_ranks, "There are 3 ranks here"),
-        (from_own_mean, "so its loss is NaN"),
-        (own_mean_for_the_others, "DDP still divides by the number of all ranks"),
-        (detached, "a loss that backward() can start from"),
-    ],
+    "device_index": [
+        (the_rank, "with two ranks per node, rank 2 (local rank 0) takes index 2"),
+        (the_rank_wrapped, "with --distribution=cyclic, ranks 0 and 2 are on one node and share"),
+        (the_local_rank, "with --gpus-per-task=1, rank 1 (local rank 1) takes index 1"),
+    ]
 }

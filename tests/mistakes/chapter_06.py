@@ -1,54 +1,41 @@
-"""Typical wrong answers to the exercise of chapter 06, each with words of its hint."""
+"""Typical wrong answers to the exercise of chapter 06, and words of the hint that each gets."""
 
-import shutil
-import tempfile
-from pathlib import Path
-
-import torch
+from contextlib import nullcontext
 
 
-def in_place(state, path):
-    torch.save(state, path)
+def without_dividing(model, loss_of, microbatches):
+    for number, microbatch in enumerate(microbatches, start=1):
+        with model.no_sync() if number < len(microbatches) else nullcontext():
+            loss_of(microbatch).backward()
 
 
-def copied(state, path):
-    temporary = Path(f"{path}.tmp")
-    torch.save(state, temporary)
-    shutil.copyfile(temporary, path)
-    temporary.unlink()
+def without_no_sync(model, loss_of, microbatches):
+    for microbatch in microbatches:
+        (loss_of(microbatch) / len(microbatches)).backward()
 
 
-def unlinked_first(state, path):
-    temporary = Path(f"{path}.tmp")
-    torch.save(state, temporary)
-    path.unlink()
-    temporary.rename(path)
+def all_in_no_sync(model, loss_of, microbatches):
+    with model.no_sync():
+        without_no_sync(model, loss_of, microbatches)
 
 
-def in_another_folder(state, path):
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(state, temporary := Path(folder) / path.name)
-        temporary.replace(path)
+def zeroed_each_time(model, loss_of, microbatches):
+    for number, microbatch in enumerate(microbatches, start=1):
+        model.zero_grad()
+        with model.no_sync() if number < len(microbatches) else nullcontext():
+            (loss_of(microbatch) / len(microbatches)).backward()
 
 
-def never_renamed(state, path):
-    torch.save(state, Path(f"{path}.tmp"))
-
-
-def with_the_old_one_kept(state, path):
-    temporary, backup = Path(f"{path}.tmp"), Path(f"{path}.bak")
-    torch.save(state, temporary)
-    shutil.copyfile(path, backup)
-    temporary.replace(path)
+def without_backward(model, loss_of, microbatches):
+    return sum(loss_of(microbatch) for microbatch in microbatches) / len(microbatches)
 
 
 MISTAKES = {
-    "save": [
-        (in_place, "the process was killed in the middle of a save"),
-        (copied, "your function writes over the bytes of the old file"),
-        (unlinked_first, "your function removes the old file before the new one has its name"),
-        (in_another_folder, "may be on another file system"),
-        (never_renamed, "torch.load did not find the new state"),
-        (with_the_old_one_kept, "the folder holds more than the snapshot"),
-    ]
+    "accumulated_gradient": [
+        (without_dividing, "3 times too large"),
+        (without_no_sync, "DDP synchronized 3 times"),
+        (all_in_no_sync, "never synchronized"),
+        (zeroed_each_time, "contains only the last microbatch"),
+        (without_backward, "Call backward() for each microbatch"),
+    ],
 }

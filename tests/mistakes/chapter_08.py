@@ -1,62 +1,80 @@
-"""Wrong answers to the exercises of chapter 08, and words of the hint that each deserves."""
+"""Typical wrong answers to the exercises of chapter 08, and words of the hint each must get."""
+
+from lesson.ring import ring_all_reduce, through_rank_0
 
 
-def never_above_the_cap(sizes, cap):
-    buckets, total = [[]], 0
-    for number, size in enumerate(sizes):
-        if buckets[-1] and total + size > cap:
-            buckets.append([])
-            total = 0
-        buckets[-1].append(number)
-        total += size
-    return buckets
+def goes_round_once(parameters, world_size, backward):
+    return 4 * parameters * (world_size - 1) / world_size / backward * 8 / 1e9
 
 
-def without_the_rest(sizes, cap):
-    buckets, bucket = [], []
-    for number in range(len(sizes)):
-        bucket.append(number)
-        if sum(sizes[n] for n in bucket) >= cap:
-            buckets.append(bucket)
-            bucket = []
-    return buckets
+def answers_in_gigabytes(parameters, world_size, backward):
+    return 4 * parameters * 2 * (world_size - 1) / world_size / backward / 1e9
 
 
-def from_the_last(sizes, cap):
-    count = len(sizes)
-    return [[count - 1 - n for n in bucket] for bucket in never_above_the_cap(sizes[::-1], cap)]
+def counts_numbers_not_bytes(parameters, world_size, backward):
+    return parameters * 2 * (world_size - 1) / world_size / backward * 8 / 1e9
 
 
-def empty_at_the_end(sizes, cap):
-    buckets = [[]]
-    for number in range(len(sizes)):
-        buckets[-1].append(number)
-        if sum(sizes[n] for n in buckets[-1]) >= cap:
-            buckets.append([])
-    return [*buckets, []]
+def sends_a_vector_to_every_rank(parameters, world_size, backward):
+    return 4 * parameters * 2 * world_size / backward * 8 / 1e9
 
 
-def alone_only(sizes, cap):
-    buckets, full = [], True
-    for number, size in enumerate(sizes):
-        if full:
-            buckets.append([])
-        buckets[-1].append(number)
-        full = size >= cap
-    return buckets
+def forgets_that_a_chunk_is_small(parameters, world_size, backward):
+    return 4 * parameters * 2 * (world_size - 1) / backward * 8 / 1e9
 
 
-def one_each(sizes, cap):
-    return len(sizes)
+def sends_its_own_chunk_too(parameters, world_size, backward):
+    return 4 * parameters * 2 / backward * 8 / 1e9
+
+
+def multiplies_by_the_time(parameters, world_size, backward):
+    return 4 * parameters * 2 * (world_size - 1) / world_size * backward * 8 / 1e9
+
+
+def goes_round_the_ring(ranks):
+    ring_all_reduce(ranks)
+
+
+def exchanges(ranks, distances, add=True):
+    world = range(ranks.world_size)
+    for distance in distances:
+        pairs = [(rank, rank ^ distance) for rank in world]
+        ranks.exchange([(*pair, chunk) for pair in pairs for chunk in world], add=add)
+
+
+def keeps_the_same_partner(ranks):
+    exchanges(ranks, [1, 1, 1])
+
+
+def replaces_what_is_there(ranks):
+    exchanges(ranks, [1, 2, 4], add=False)
+
+
+def sends_all_to_rank_0(ranks):
+    through_rank_0(ranks)
+
+
+def sends_all_to_all(ranks):
+    world = range(ranks.world_size)
+    pairs = [(one, other) for one in world for other in world if one != other]
+    ranks.exchange([(*pair, chunk) for pair in pairs for chunk in world], add=True)
 
 
 MISTAKES = {
-    "assign_buckets": [
-        (never_above_the_cap, "never exceed"),
-        (without_the_rest, "gradients have a bucket"),
-        (from_the_last, "in another order than"),
-        (empty_at_the_end, "A bucket is empty"),
-        (alone_only, "with a cap of 10, you made"),
-        (one_each, "not a list of lists"),
+    "break_even_gigabits": [
+        (goes_round_once, "goes round the ring twice"),
+        (answers_in_gigabytes, "a byte has 8 bits"),
+        (counts_numbers_not_bytes, "each number takes 4 bytes"),
+        (sends_a_vector_to_every_rank, "not n or n - 1 times it"),
+        (forgets_that_a_chunk_is_small, "a rank sends only 1/n of it"),
+        (sends_its_own_chunk_too, "all chunks but one"),
+        (multiplies_by_the_time, "then divide by the time"),
+    ],
+    "doubling_all_reduce": [
+        (goes_round_the_ring, "took 14 steps"),
+        (keeps_the_same_partner, "more than once"),
+        (sends_all_to_rank_0, "receives from more than one rank"),
+        (sends_all_to_all, "sends to more than one rank"),
+        (replaces_what_is_there, "is the sum of ranks"),
     ],
 }

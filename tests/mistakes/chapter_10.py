@@ -1,46 +1,62 @@
 """Typical wrong answers to the exercise of chapter 10, and words of the hint each must get."""
 
-from itertools import islice
-
-from torch.utils.data import get_worker_info
-
-
-def whole_stream(stream, rank, world_size):
-    yield from stream
+import torch
+import torch.distributed as dist
 
 
-def shard_by_worker(stream, rank, world_size):
-    info = get_worker_info()
-    worker, workers = (info.id, info.num_workers) if info else (0, 1)
-    yield from islice(stream, worker, None, workers)
+def flat(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def shard_cut_even(stream, rank, world_size):
-    info = get_worker_info()
-    worker, workers = (info.id, info.num_workers) if info else (0, 1)
-    size = len(stream) // (world_size * workers)
-    start = (rank * workers + worker) * size
-    yield from islice(stream, start, start + size)
+def own_verdict(model):
+    mine = flat(model)
+    other = mine.clone()
+    dist.broadcast(other, src=0)
+    return torch.equal(mine, other)
 
 
-def shard_for_two_workers(stream, rank, world_size):
-    info = get_worker_info()
-    worker, workers = (info.id, 2) if info else (0, 1)
-    yield from islice(stream, rank * workers + worker, None, world_size * workers)
+def compare_sums(model):
+    total = flat(model).double().sum()
+    most, least = total.clone(), total.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return bool(most == least)
 
 
-def shard_for_two_ranks(stream, rank, world_size):
-    info = get_worker_info()
-    worker, workers = (info.id, info.num_workers) if info else (0, 1)
-    yield from islice(stream, rank * workers + worker, None, 2 * workers)
+def first_parameter_only(model):
+    most = next(model.parameters()).detach().clone()
+    least = most.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return torch.equal(most, least)
+
+
+def nearly_equal(model):
+    most, least = flat(model), flat(model)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return torch.allclose(most, least)
+
+
+def equal_by_force(model):
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, src=0)
+    return own_verdict(model)
+
+
+def compare_with_the_sum(model):
+    total = flat(model)
+    dist.all_reduce(total)
+    return torch.equal(flat(model), total)
 
 
 MISTAKES = {
-    "shard": [
-        (whole_stream, "every worker of every rank yields the whole stream"),
-        (shard_for_two_workers, "with 3 workers per rank, two workers of one rank"),
-        (shard_by_worker, "so `rank` makes no difference"),
-        (shard_for_two_ranks, "but not on 3"),
-        (shard_cut_even, "with 0 workers per rank, nobody yields the items [12]"),
+    "replicas_equal": [
+        (own_verdict, "the ranks disagree"),
+        (compare_sums, "two weights had changed places"),
+        (first_parameter_only, "the last parameter differed"),
+        (nearly_equal, "differed in the seventh digit"),
+        (equal_by_force, "your function changed the model"),
+        (compare_with_the_sum, "returned False for equal replicas"),
     ],
 }

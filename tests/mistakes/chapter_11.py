@@ -1,62 +1,51 @@
-"""Typical wrong answers to the exercise of chapter 11, and words of the hint each must get."""
+"""Typical mistakes of chapter 11, and words of the hint that each must get."""
 
 import torch
 import torch.distributed as dist
 
 
-def flat(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+def trains_as_if_even(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+    return len(batches)
 
 
-def own_verdict(model):
-    mine = flat(model)
-    other = mine.clone()
-    dist.broadcast(other, src=0)
-    return torch.equal(mine, other)
+def stops_with_the_shortest(model, optimizer, batches):
+    number = torch.tensor(len(batches))
+    dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    for _, batch in zip(range(number), batches, strict=False):
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+    return int(number)
 
 
-def compare_sums(model):
-    total = flat(model).double().sum()
-    most, least = total.clone(), total.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return bool(most == least)
+def trains_apart(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        model.module(batch).mean().backward()
+        optimizer.step()
+    return len(batches)
 
 
-def first_parameter_only(model):
-    most = next(model.parameters()).detach().clone()
-    least = most.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return torch.equal(most, least)
+def halves_the_last(model, optimizer, batches):
+    with model.join():
+        return trains_as_if_even(model, optimizer, batches)
 
 
-def nearly_equal(model):
-    most, least = flat(model), flat(model)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return torch.allclose(most, least)
-
-
-def equal_by_force(model):
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
-    return own_verdict(model)
-
-
-def compare_with_the_sum(model):
-    total = flat(model)
-    dist.all_reduce(total)
-    return torch.equal(flat(model), total)
+def returns_nothing(model, optimizer, batches):
+    with model.join(divide_by_initial_world_size=False):
+        trains_as_if_even(model, optimizer, batches)
 
 
 MISTAKES = {
-    "replicas_equal": [
-        (own_verdict, "the ranks disagree"),
-        (compare_sums, "two weights had changed places"),
-        (first_parameter_only, "the last parameter differed"),
-        (nearly_equal, "differed in the seventh digit"),
-        (equal_by_force, "your function changed the model"),
-        (compare_with_the_sum, "returned False for equal replicas"),
+    "train_epoch": [
+        (trains_as_if_even, "does not join its all-reduce"),
+        (stops_with_the_shortest, "took [3, 3] of them"),
+        (trains_apart, "different weights"),
+        (halves_the_last, "add up to 15.0, but your steps add up to 10.5"),
+        (returns_nothing, "returned [None, None]"),
     ],
 }

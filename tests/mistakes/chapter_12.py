@@ -1,51 +1,47 @@
 """Typical mistakes of chapter 12, and words of the hint that each must get."""
 
-import torch
 import torch.distributed as dist
 
 
-def trains_as_if_even(model, optimizer, batches):
-    for batch in batches:
-        optimizer.zero_grad()
-        model(batch).mean().backward()
-        optimizer.step()
-    return len(batches)
+def barrier_on_rank_0_alone(prepare):
+    if dist.get_rank() == 0:
+        prepare()
+        dist.barrier()
+    else:
+        prepare()
 
 
-def stops_with_the_shortest(model, optimizer, batches):
-    number = torch.tensor(len(batches))
-    dist.all_reduce(number, op=dist.ReduceOp.MIN)
-    for _, batch in zip(range(number), batches, strict=False):
-        optimizer.zero_grad()
-        model(batch).mean().backward()
-        optimizer.step()
-    return int(number)
+def everyone_at_once(prepare):
+    prepare()
 
 
-def trains_apart(model, optimizer, batches):
-    for batch in batches:
-        optimizer.zero_grad()
-        model.module(batch).mean().backward()
-        optimizer.step()
-    return len(batches)
+def rank_0_alone(prepare):
+    if dist.get_rank() == 0:
+        prepare()
+    dist.barrier()
 
 
-def halves_the_last(model, optimizer, batches):
-    with model.join():
-        return trains_as_if_even(model, optimizer, batches)
+def the_wrong_way_round(prepare):
+    if dist.get_rank() != 0:
+        prepare()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        prepare()
 
 
-def returns_nothing(model, optimizer, batches):
-    with model.join(divide_by_initial_world_size=False):
-        trains_as_if_even(model, optimizer, batches)
+def prepares_twice(prepare):
+    if dist.get_rank() == 0:
+        prepare()
+    dist.barrier()
+    prepare()
 
 
 MISTAKES = {
-    "train_epoch": [
-        (trains_as_if_even, "does not join its all-reduce"),
-        (stops_with_the_shortest, "took [3, 3] of them"),
-        (trains_apart, "different weights"),
-        (halves_the_last, "add up to 15.0, but your steps add up to 10.5"),
-        (returns_nothing, "returned [None, None]"),
+    "first_on_rank_0": [
+        (barrier_on_rank_0_alone, "that the other rank never calls"),
+        (everyone_at_once, "before rank 0 had finished"),
+        (rank_0_alone, "rank 1 never called prepare()"),
+        (the_wrong_way_round, "rank 0 came after it"),
+        (prepares_twice, "2x on rank 0"),
     ],
 }

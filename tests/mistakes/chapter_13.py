@@ -1,47 +1,33 @@
-"""Typical mistakes of chapter 13, and words of the hint that each must get."""
+"""Typical wrong answers to the exercise of chapter 13, and a part of the hint for each."""
 
 import torch.distributed as dist
 
-
-def barrier_on_rank_0_alone(prepare):
-    if dist.get_rank() == 0:
-        prepare()
-        dist.barrier()
-    else:
-        prepare()
+from ddp_ref import on_rank
 
 
-def everyone_at_once(prepare):
-    prepare()
+def on_every_rank(work):
+    return work()
 
 
-def rank_0_alone(prepare):
-    if dist.get_rank() == 0:
-        prepare()
-    dist.barrier()
+def under_an_if(work):
+    return work() if dist.get_rank() == 0 else None
 
 
-def the_wrong_way_round(prepare):
-    if dist.get_rank() != 0:
-        prepare()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        prepare()
+def broadcast_by_hand(work):
+    box = [work()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
-def prepares_twice(prepare):
-    if dist.get_rank() == 0:
-        prepare()
-    dist.barrier()
-    prepare()
+def without_broadcast(work):
+    return on_rank(0)(work)()
 
 
 MISTAKES = {
-    "first_on_rank_0": [
-        (barrier_on_rank_0_alone, "that the other rank never calls"),
-        (everyone_at_once, "before rank 0 had finished"),
-        (rank_0_alone, "rank 1 never called prepare()"),
-        (the_wrong_way_round, "rank 0 came after it"),
-        (prepares_twice, "2x on rank 0"),
-    ],
+    "prepare_once": [
+        (on_every_rank, "1 on rank 0, 1 on rank 1. It should run once"),
+        (under_an_if, "rank 1 went on as if it had not"),
+        (broadcast_by_hand, "rank 1 raises RuntimeError: the error itself"),
+        (without_broadcast, "returned '10 classes', but rank 1 got None"),
+    ]
 }

@@ -1,33 +1,94 @@
-"""Typical wrong answers to the exercise of chapter 14, and a part of the hint for each."""
+"""Typical wrong answers to the exercise of chapter 14, and words of the hint each must get."""
 
-import torch.distributed as dist
+from contextlib import nullcontext
 
-from ddp_ref import on_rank
-
-
-def on_every_rank(work):
-    return work()
+import torch
+from torch.nn.utils import clip_grad_norm_
 
 
-def under_an_if(work):
-    return work() if dist.get_rank() == 0 else None
+def accumulate(net, scaler, parts, loss_of, *, share=True, after_part=None):
+    for number, part in enumerate(parts, start=1):
+        with nullcontext() if number == len(parts) else net.no_sync():
+            loss = loss_of(net, part) / (len(parts) if share else 1)
+            scaler.scale(loss).backward()
+        if after_part:
+            after_part()
 
 
-def broadcast_by_hand(work):
-    box = [work()] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(box)
-    return box[0]
+def finish(net, optimizer, scaler, limit):
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(net.parameters(), limit)
+    scaler.step(optimizer)
+    scaler.update()
 
 
-def without_broadcast(work):
-    return on_rank(0)(work)()
+def clips_the_scaled_gradient(net, optimizer, scaler, parts, loss_of, limit):
+    accumulate(net, scaler, parts, loss_of)
+    clip_grad_norm_(net.parameters(), limit)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def clips_each_part(net, optimizer, scaler, parts, loss_of, limit):
+    def clip():
+        clip_grad_norm_(net.parameters(), limit * scaler.get_scale())
+
+    accumulate(net, scaler, parts, loss_of, after_part=clip)
+    finish(net, optimizer, scaler, limit)
+
+
+def reduces_each_part(net, optimizer, scaler, parts, loss_of, limit):
+    for part in parts:
+        scaler.scale(loss_of(net, part) / len(parts)).backward()
+    finish(net, optimizer, scaler, limit)
+
+
+def reduces_no_part(net, optimizer, scaler, parts, loss_of, limit):
+    for part in parts:
+        with net.no_sync():
+            scaler.scale(loss_of(net, part) / len(parts)).backward()
+    finish(net, optimizer, scaler, limit)
+
+
+def sums_the_parts(net, optimizer, scaler, parts, loss_of, limit):
+    accumulate(net, scaler, parts, loss_of, share=False)
+    finish(net, optimizer, scaler, limit)
+
+
+def clips_nothing(net, optimizer, scaler, parts, loss_of, limit):
+    accumulate(net, scaler, parts, loss_of)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def forgets_update(net, optimizer, scaler, parts, loss_of, limit):
+    accumulate(net, scaler, parts, loss_of)
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(net.parameters(), limit)
+    scaler.step(optimizer)
+
+
+def never_scales(net, optimizer, scaler, parts, loss_of, limit):
+    accumulate(net, torch.amp.GradScaler("cpu", enabled=False), parts, loss_of)
+    clip_grad_norm_(net.parameters(), limit)
+    optimizer.step()
+
+
+def takes_two_parts_for_granted(net, optimizer, scaler, parts, loss_of, limit):
+    accumulate(net, scaler, parts, lambda net, part: loss_of(net, part) / 2, share=False)
+    finish(net, optimizer, scaler, limit)
 
 
 MISTAKES = {
-    "prepare_once": [
-        (on_every_rank, "1 on rank 0, 1 on rank 1. It should run once"),
-        (under_an_if, "rank 1 went on as if it had not"),
-        (broadcast_by_hand, "rank 1 raises RuntimeError: the error itself"),
-        (without_broadcast, "returned '10 classes', but rank 1 got None"),
-    ]
+    "clipped_step": [
+        (clips_the_scaled_gradient, "measured it while it was still"),
+        (clips_each_part, "another direction"),
+        (reduces_each_part, "reduced the gradients 2 times"),
+        (reduces_no_part, "inside no_sync"),
+        (sums_the_parts, "twice as long"),
+        (clips_nothing, "Nothing clipped"),
+        (never_scales, "is not scaled"),
+        (takes_two_parts_for_granted, "but not for 3"),
+        (forgets_update, "called after step()"),
+    ],
 }

@@ -1,94 +1,121 @@
-"""Typical wrong answers to the exercise of chapter 15, and words of the hint each must get."""
-
-from contextlib import nullcontext
+"""Typical wrong answers to the exercises of chapter 15, and words of the hint each must get."""
 
 import torch
-from torch.nn.utils import clip_grad_norm_
+import torch.distributed as dist
+
+RIGHT = {
+    "DDP": lambda n: 20,
+    "DDP, bucket view": lambda n: 16,
+    "ZeRO-1": lambda n: 8 + 8 / n,
+    "ZeRO-2": lambda n: 4 + 12 / n,
+    "FSDP2": lambda n: 16 / n,
+}
 
 
-def accumulate(net, scaler, parts, loss_of, *, share=True, after_part=None):
-    for number, part in enumerate(parts, start=1):
-        with nullcontext() if number == len(parts) else net.no_sync():
-            loss = loss_of(net, part) / (len(parts) if share else 1)
-            scaler.scale(loss).backward()
-        if after_part:
-            after_part()
+def forgets_the_buckets(strategy, ranks):
+    return 16 if strategy == "DDP" else RIGHT[strategy](ranks)
 
 
-def finish(net, optimizer, scaler, limit):
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(net.parameters(), limit)
-    scaler.step(optimizer)
-    scaler.update()
+def divides_it_all(strategy, ranks):
+    return (20 if strategy == "DDP" else 16) / ranks
 
 
-def clips_the_scaled_gradient(net, optimizer, scaler, parts, loss_of, limit):
-    accumulate(net, scaler, parts, loss_of)
-    clip_grad_norm_(net.parameters(), limit)
-    scaler.step(optimizer)
-    scaler.update()
+def divides_ddp_beyond_two(strategy, ranks):
+    return 32 / ranks if strategy == "DDP, bucket view" else RIGHT[strategy](ranks)
 
 
-def clips_each_part(net, optimizer, scaler, parts, loss_of, limit):
-    def clip():
-        clip_grad_norm_(net.parameters(), limit * scaler.get_scale())
-
-    accumulate(net, scaler, parts, loss_of, after_part=clip)
-    finish(net, optimizer, scaler, limit)
+def divides_the_gradients_of_zero_1(strategy, ranks):
+    return 4 + 12 / ranks if strategy == "ZeRO-1" else RIGHT[strategy](ranks)
 
 
-def reduces_each_part(net, optimizer, scaler, parts, loss_of, limit):
-    for part in parts:
-        scaler.scale(loss_of(net, part) / len(parts)).backward()
-    finish(net, optimizer, scaler, limit)
+def keeps_the_gradients_of_zero_2(strategy, ranks):
+    return 8 + 8 / ranks if strategy == "ZeRO-2" else RIGHT[strategy](ranks)
 
 
-def reduces_no_part(net, optimizer, scaler, parts, loss_of, limit):
-    for part in parts:
-        with net.no_sync():
-            scaler.scale(loss_of(net, part) / len(parts)).backward()
-    finish(net, optimizer, scaler, limit)
+def keeps_the_weights_of_fsdp_whole(strategy, ranks):
+    return 4 + 12 / ranks if strategy == "FSDP2" else RIGHT[strategy](ranks)
 
 
-def sums_the_parts(net, optimizer, scaler, parts, loss_of, limit):
-    accumulate(net, scaler, parts, loss_of, share=False)
-    finish(net, optimizer, scaler, limit)
+def takes_two_ranks_for_granted(strategy, ranks):
+    return RIGHT[strategy](2 if strategy == "ZeRO-1" else ranks)
 
 
-def clips_nothing(net, optimizer, scaler, parts, loss_of, limit):
-    accumulate(net, scaler, parts, loss_of)
-    scaler.step(optimizer)
-    scaler.update()
+def sum_of_squares(shards):
+    return sum((shard.square().sum() for shard in shards), torch.zeros(()))
 
 
-def forgets_update(net, optimizer, scaler, parts, loss_of, limit):
-    accumulate(net, scaler, parts, loss_of)
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(net.parameters(), limit)
-    scaler.step(optimizer)
+def scale(shards, factor):
+    for shard in shards:
+        shard.mul_(factor)
 
 
-def never_scales(net, optimizer, scaler, parts, loss_of, limit):
-    accumulate(net, torch.amp.GradScaler("cpu", enabled=False), parts, loss_of)
-    clip_grad_norm_(net.parameters(), limit)
-    optimizer.step()
+def measures_its_own_shards(shards, limit):
+    norm = sum_of_squares(shards).sqrt()
+    scale(shards, min(1, limit / norm))
+    return norm
 
 
-def takes_two_parts_for_granted(net, optimizer, scaler, parts, loss_of, limit):
-    accumulate(net, scaler, parts, lambda net, part: loss_of(net, part) / 2, share=False)
-    finish(net, optimizer, scaler, limit)
+def adds_the_norms(shards, limit):
+    norm = sum_of_squares(shards).sqrt()
+    dist.all_reduce(norm)
+    scale(shards, min(1, limit / norm))
+    return norm
+
+
+def averages_the_norms(shards, limit):
+    norm = sum_of_squares(shards).sqrt()
+    dist.all_reduce(norm)
+    norm /= dist.get_world_size()
+    scale(shards, min(1, limit / norm))
+    return norm
+
+
+def averages_the_squares(shards, limit):
+    total = sum_of_squares(shards)
+    dist.all_reduce(total)
+    norm = (total / dist.get_world_size()).sqrt()
+    scale(shards, min(1, limit / norm))
+    return norm
+
+
+def forgets_the_root(shards, limit):
+    total = sum_of_squares(shards)
+    dist.all_reduce(total)
+    scale(shards, min(1, limit / total))
+    return total
+
+
+def makes_short_ones_longer(shards, limit):
+    total = sum_of_squares(shards)
+    dist.all_reduce(total)
+    scale(shards, limit / total.sqrt())
+    return total.sqrt()
+
+
+def scales_copies(shards, limit):
+    total = sum_of_squares(shards)
+    dist.all_reduce(total)
+    shards = [shard * min(1, limit / total.sqrt()) for shard in shards]
+    return total.sqrt()
 
 
 MISTAKES = {
-    "clipped_step": [
-        (clips_the_scaled_gradient, "measured it while it was still"),
-        (clips_each_part, "another direction"),
-        (reduces_each_part, "reduced the gradients 2 times"),
-        (reduces_no_part, "inside no_sync"),
-        (sums_the_parts, "twice as long"),
-        (clips_nothing, "Nothing clipped"),
-        (never_scales, "is not scaled"),
-        (takes_two_parts_for_granted, "but not for 3"),
-        (forgets_update, "called after step()"),
+    "bytes_per_weight": [
+        (divides_it_all, "so nothing is divided by the ranks"),
+        (divides_ddp_beyond_two, "does not depend on the number of ranks"),
+        (forgets_the_buckets, "each gradient exists twice"),
+        (divides_the_gradients_of_zero_1, "ZeRO-1 divides only the optimizer state"),
+        (takes_two_ranks_for_granted, "divide by the argument, not by 2"),
+        (keeps_the_gradients_of_zero_2, "ZeRO-2 divides the gradients and"),
+        (keeps_the_weights_of_fsdp_whole, "FSDP2, like ZeRO-3, divides all three"),
+    ],
+    "clip_shards": [
+        (measures_its_own_shards, "each rank measured its own shards"),
+        (adds_the_norms, "it adds the ranks' norms"),
+        (averages_the_norms, "it averages the ranks' norms"),
+        (averages_the_squares, "it averages the squares"),
+        (forgets_the_root, "returns the sum of the squares"),
+        (makes_short_ones_longer, "is at most 1"),
+        (scales_copies, "scale them in place"),
     ],
 }
