@@ -3,7 +3,7 @@
 It stands beside the notebooks, in whose folder their kernels start.
 """
 
-from .commands import hide_gpus, scratch_folder, shell, start_chapter
+from .commands import hide_gpus, load_ipython_extension, scratch_folder, shell
 from .display import show_figure
 from .exercise import Exercise
 from .predictions import reveal
@@ -12,6 +12,7 @@ from .sources import show_diff, show_script
 __all__ = [
     "Exercise",
     "hide_gpus",
+    "load_ipython_extension",
     "reveal",
     "scratch_folder",
     "shell",
@@ -19,8 +20,3 @@ __all__ = [
     "show_figure",
     "show_script",
 ]
-
-
-def load_ipython_extension(_shell: object) -> None:
-    """`%load_ext lesson`, the first cell of a chapter: go to an empty folder with the scripts."""
-    start_chapter()

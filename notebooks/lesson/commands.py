@@ -34,8 +34,8 @@ def scratch_folder() -> Path:
     return folder
 
 
-def start_chapter() -> None:
-    """Go to a scratch folder, where `!python` and `!torchrun` are this environment's."""
+def load_ipython_extension(_shell: object) -> None:
+    """`%load_ext lesson` goes to a scratch folder, where `!torchrun` is this environment's."""
     sys.path.append(str(ROOT / "notebooks"))  # for `lesson` and `exercises`
     hide_gpus()
     os.environ.update(_environment())
@@ -49,11 +49,6 @@ def shell(command: str, *, folder: Path | None = None, timeout: float = 120) -> 
     is printed. Past `timeout` seconds it is killed with all that it started: TimeoutError.
     """
     print(f"$ {command}", flush=True)
-    return run_unseen(command, folder=folder, timeout=timeout)
-
-
-def run_unseen(command: str, *, folder: Path | None = None, timeout: float = 120) -> str:
-    """Run `command` as `shell` does, but without printing it first."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         ["bash", "-c", command],

@@ -1,22 +1,11 @@
-"""How far the weights of the ranks are apart: measured on the ranks, drawn over the steps."""
+"""How far the weights of the ranks are apart, drawn over the steps."""
 
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
-import torch.distributed as dist
 from matplotlib.figure import Figure
-from torch import nn
 
 from .palette import BROKEN, REFERENCE
-
-
-def gap_between_ranks(model: nn.Module) -> float:
-    """Return the largest difference of a weight between two ranks. Collective: all call it."""
-    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-    highest, lowest = weights.clone(), weights.clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    return (highest - lowest).max().item()
 
 
 def draw_drift(gaps: Mapping[str, Sequence[float]], title: str = "", first: int = 0) -> Figure:
