@@ -113,8 +113,7 @@ def measure(ranks: int) -> Costs:
         every = run_ranks(costs_on_rank, folder, free_port(), nproc=ranks)
     for name, lazy in ((OPEN, "0"), (LAZY, "1")):
         with patch.dict(os.environ, {LAZY_INIT: lazy}):
-            ports = [free_port() for _ in range(1 + ROUNDS)]  # so that each round opens a store
-            openings = run_ranks(cost_of_opening, ports, nproc=ranks)
+            openings = run_ranks(cost_of_opening, nproc=ranks)
         for own, opening in zip(every, openings, strict=True):
             own.each[name] = opening
     most = {n: Cost(*map(max, zip(*(own.each[n] for own in every), strict=True))) for n in NAMES}
@@ -164,7 +163,7 @@ def handler_of(inputs: int, outputs: int) -> Handler:
     return Handler(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
 
 
-def cost_of_opening(ports: Sequence[int]) -> Cost:
+def cost_of_opening() -> Cost:
     """Open and close the groups several times; return what the opening costs on this rank.
 
     A call of on_rank belongs to it, because lazy connections are made only then.
@@ -172,8 +171,8 @@ def cost_of_opening(ports: Sequence[int]) -> Cost:
     master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     meeting_point = dist.TCPStore(*master, wait_for_workers=False)  # that of run_ranks
     rounds = []
-    for port in ports:
-        meet(meeting_point, f"port {port}")
+    for number in range(1 + ROUNDS):
+        port = meet(meeting_point, f"round {number}")
         rounds.append(cost(partial(open_and_call, port)))
         cleanup_ddp()
     return medians(rounds[1:])
@@ -184,11 +183,11 @@ def open_and_call(port: int) -> None:
     on_rank(0)(int)()
 
 
-def meet(store: dist.Store, name: str) -> None:
-    """Wait until all ranks are here, without a group."""
+def meet(store: dist.Store, name: str) -> int:
+    """Wait until all ranks are here, without a group; return a free port, the same on all."""
     if store.add(f"{name}, arrived", 1) == int(os.environ["WORLD_SIZE"]):
-        store.set(name, "all are here")
-    store.wait([name])
+        store.set(name, str(free_port()))
+    return int(store.get(name))
 
 
 def open_groups(port: int) -> DistInfo:
