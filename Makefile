@@ -40,7 +40,7 @@ CPU_TESTS_WITH_GPUS := adoption checkpoint copy initialize notebook parallel_exe
 unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile the package again
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-torch test-clients test-mutants test-coverage test-docs test-notebooks test-site test-slurm fakegpu test-fakegpu gpu-report drill bench lint format clean
+.PHONY: help setup run-single run-multigpu run-torchrun run-slurm run-reference slurm-up slurm-down docs notebooks lab test test-full test-torch test-clients test-mutants test-coverage test-docs test-notebooks test-site test-slurm fakegpu test-fakegpu gpu-report drill test-hangs bench lint format clean
 
 help:  ## print this list
 	@echo "make TARGET [NPROC=2] [ARGS='5'] [PYTHON=python3.12] [TORCH=2.8.0] [PIP_ARGS=...]"
@@ -151,6 +151,9 @@ gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md
 
 drill: $(READY)  ## run a job ROUNDS times with random faults, drawn from SEED; srun after slurm-up
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)
+
+test-hangs: $(READY)  ## let 60 jobs hang and see whether find_hang.py names the rank: 15 minutes
+	$(BIN)/python drill/hangs.py --markdown docs/fault-drill.md $(ARGS)
 
 bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benchmarks.md: an hour, idle
 	$(BIN)/python benchmarks/bench.py --markdown docs/benchmarks.md $(ARGS)

@@ -404,6 +404,19 @@ def lines_of(rank, log):
     return sorted(line for line in lines if line.startswith(f"[rank{rank}]:[")), stacks
 
 
+FIND_HANG = SCRIPTS / "find_hang.py"
+NOT_CALLED = "verdict: the others wait for this: rank 1 has not called collective 3; its last was 2"
+FREEZE = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1:
+    print("rank 1 freezes", flush=True)
+    time.sleep(600)
+dist.all_reduce(torch.ones(4))
+"""
+
+
 @pytest.mark.skipif(GPUS != 4, reason="three ranks: runs with four fake GPUs only")
 def test_the_watchdogs_log_is_the_one_on_the_page(tmp_path):
     """PyTorch's own watchdog logs it; hang.c only keeps a collective from completing."""
@@ -422,6 +435,8 @@ def test_the_watchdogs_log_is_the_one_on_the_page(tmp_path):
         # A rank that another one signaled may log its own stack trace later.
         wait_until(lambda: running.text().count("Stack trace of the failed collective") == 2)
         printed = running.text()
+        dumps = [sys.executable, FIND_HANG, "dumps"]  # the last one may not be complete at once
+        wait_until(lambda: NOT_CALLED in run(*dumps, cwd=tmp_path).stdout)
     for rank in (0, 1):
         own, stack = lines_of(rank, shown)
         assert len(own) >= 2 and lines_of(rank, printed)[0] == own
@@ -429,3 +444,18 @@ def test_the_watchdogs_log_is_the_one_on_the_page(tmp_path):
     for log in (shown, printed):
         assert re.search(r"Rank [02]\] First PG on this rank to signal dumping", log)
         assert "Rank 1] Observed flight recorder dump signal from another rank" in log
+    (tmp_path / "shown.txt").write_text(shown)
+    for log in ("shown.txt", running.err):
+        assert NOT_CALLED in run(sys.executable, FIND_HANG, log, cwd=tmp_path).stdout
+
+
+@pytest.mark.skipif(GPUS != 2, reason="two ranks: runs with two fake GPUs only")
+def test_a_stack_does_not_show_what_the_gpu_waits_in(tmp_path):
+    """find_hang.py says so, even with gloo. The fake NCCL polls, which looks like progress."""
+    (tmp_path / "freeze.py").write_text(FREEZE)
+    with Running(*torchrun(2, "freeze.py"), cwd=tmp_path, fresh=True) as running:
+        running.wait_for("rank 1 freezes", 180)
+        found = run(sys.executable, FIND_HANG, cwd=tmp_path).stdout
+        running.kill()
+    assert re.search(r"rank 0 waits in all_reduce \(Python runs ahead.*\): freeze.py:8", found)
+    assert "the others wait for this: rank 1 stands still: freeze.py:7" in found

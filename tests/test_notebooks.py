@@ -16,7 +16,7 @@ from lesson.sources import changes
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(source.stem for source in FOLDER.glob("[0-9][0-9]_*.md"))
 # How many cells of a chapter have an output that is not compared. In 00, the initial weights are
-# not seeded. In 11, py-spy prints it, if it is installed. In 14, a model wrote it.
+# not seeded. In 11, find_hang.py prints process numbers. In 14, a model wrote it.
 IGNORED = {"00": 1, "11": 1, "14": 1}
 DIFFS = {
     "02": ("single_gpu.py", "multigpu_spawn.py"),

@@ -1,0 +1,176 @@
+"""A small DDP job that hangs on purpose, or that is only slow. hangs.py runs it.
+
+    python drill/hang_job.py frozen_read spawn 3 1    # in an empty folder: rank 1 of 3 hangs
+
+The launcher is spawn, run_ranks or torchrun. torchrun starts this file with the same arguments.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from random import randrange
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.functional import linear
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_ref import on_rank, run_ranks
+
+
+class Layer(nn.Linear):
+    def forward(self, x: torch.Tensor, skip_bias: bool = False) -> torch.Tensor:
+        return linear(x, self.weight, None if skip_bias else self.bias)
+
+
+def hang(case: str) -> None:
+    """Do what the odd rank does while the others go on."""
+    match case:
+        case "frozen_read":
+            Path("pipe").read_text()
+        case "endless_loop":
+            done = False
+            while not done:
+                pass
+        case "polling_loop":
+            while not Path("never_written").exists():
+                time.sleep(0.05)
+        case "deadlocked_lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        case "full_pipe":
+            _, end = os.pipe()
+            torch.save(torch.zeros(2**18), os.fdopen(end, "wb"))
+        case "stopped_process":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "stuck_in_kernel":
+            opening = os.POSIX_SPAWN_OPEN, 3, "pipe", os.O_RDONLY, 0
+            os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[opening])
+        case "blocked_worker":
+            next(iter(DataLoader(Items("frozen_read"), num_workers=1)))
+        case "stopped_worker":
+            next(iter(DataLoader(Items("stopped_process"), num_workers=1)))
+        case "long_validation":
+            time.sleep(3600)
+
+
+class Items(Dataset[int]):
+    """Samples that are slow, or that a DataLoader's worker never delivers."""
+
+    def __init__(self, case: str) -> None:
+        self.case = case
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> int:
+        Path("worker").touch()
+        hang(self.case)
+        time.sleep(1)
+        return index
+
+
+def disagree(case: str, odd: bool, step: Callable[..., None]) -> None:
+    """Do what all ranks do if the odd rank takes another way."""
+    match case:
+        case "other_branch":
+            if not odd:
+                step()
+        case "skipped_call" | "validation_metric":
+            if odd == (case == "validation_metric"):
+                dist.all_reduce(torch.ones(1))
+        case "swallowed_exception":
+            for number in range(3):
+                with suppress(ValueError):
+                    if odd and number == 1:
+                        raise ValueError("a bad batch")
+                    step()
+        case "unused_parameters":
+            step(skip_bias=odd)
+        case _:
+            return
+    dist.barrier()
+
+
+def be_slow(case: str, odd: bool, number: int, batches: Iterator[int]) -> None:
+    """Do what all ranks do before each step of a healthy job."""
+    if case == "on_rank_work":
+        save()
+    elif case in ("checkpoint", "barriers"):
+        time.sleep(1 if odd and case == "checkpoint" else 0)
+        dist.barrier()
+    elif case == "slow_loader" and odd:
+        next(batches)
+    elif case == "changing_work" and odd:
+        end = time.monotonic() + 8
+        while time.monotonic() < end:
+            add_up(randrange(100))
+    elif odd and not (case == "short_validation" and number % 3):
+        time.sleep({"short_pause": 0.05, "straggler": 1, "short_validation": 2}.get(case, 0))
+
+
+@on_rank(0)
+def save() -> None:
+    time.sleep(1)
+
+
+def add_up(depth: int) -> int:
+    return add_up(depth - 1) + 1 if depth else sum(range(10**6))
+
+
+def run_rank(number: int, case: str, size: int, odd_rank: int) -> None:
+    rank = int(os.environ.get("RANK", number))  # only mp.spawn passes it
+    odd = rank == odd_rank
+    threading.Thread(target=dump_when_told, args=[rank], daemon=True).start()
+    if case == "late_start":
+        arrive(rank)
+        time.sleep(3 if odd else 0)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    model = DDP(Layer(8, 8))
+    slow = odd and case == "slow_loader"
+    batches: Iterator[int] = iter(DataLoader(Items(case), num_workers=1) if slow else [])
+
+    def step(skip_bias: bool = False) -> None:
+        with model.no_sync() if case == "accumulation" and done % 4 else nullcontext():
+            model(torch.ones(1, 8), skip_bias).sum().backward()
+
+    for done in range(sys.maxsize):
+        if done == 3:
+            arrive(rank)
+            disagree(case, odd, step)
+            if odd:
+                hang(case)
+        be_slow(case, odd, done, batches)
+        step()
+
+
+def arrive(rank: int) -> None:
+    """Tell the drill that this rank is where the job hangs, if it does."""
+    Path(f"rank_{rank}").touch()
+
+
+def dump_when_told(rank: int) -> None:
+    while not Path("dump_now").exists():
+        time.sleep(0.1)
+    file = Path(f"dump_of_{rank}")
+    file.write_bytes(torch._C._distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
+    file.rename(f"dumps/rank_{rank}")
+
+
+if __name__ == "__main__":
+    launcher, job = sys.argv[2], (sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
+    if launcher == "spawn":
+        mp.spawn(run_rank, job, nprocs=job[1])
+    elif launcher == "run_ranks":
+        run_ranks(run_rank, 0, *job, nproc=job[1])
+    else:
+        run_rank(0, *job)

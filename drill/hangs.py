@@ -1,0 +1,260 @@
+"""Let jobs hang on purpose, and check that scripts/find_hang.py names the right rank.
+
+python drill/hangs.py [--jobs 3] [--rounds 1] [--only frozen_read straggler]
+
+A round starts drill/hang_job.py, waits until it hangs, and looks at it twice: at its processes, and
+at the flight recorder dumps that its ranks then write. A verdict is right if it accuses the odd
+rank and no other, and says where that rank is. If only two ranks are in different collectives,
+nobody can say which of them is right, so the verdict must name both. Other rounds look at a job
+that is healthy or only slow, and there must be no verdict.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness.py and page.py
+
+from harness import Running, free_port, torchrun, wait_until  # noqa: E402
+from page import machine, put_between, require_marks  # noqa: E402
+from report import aligned  # noqa: E402
+
+FIND_HANG, JOB = ROOT / "scripts" / "find_hang.py", ROOT / "drill" / "hang_job.py"
+MARKS = "<!-- begin of what hangs.py has written -->", "<!-- end of the hangs -->"
+# The cases of hang_job.py, and what the line about the odd rank must quote or say.
+ALONE = {
+    "frozen_read": "read_text()",
+    "endless_loop": "in hang",
+    "polling_loop": "in hang",
+    "deadlocked_lock": "lock.acquire()",
+    "full_pipe": "torch.save(",
+    "stopped_process": "os.kill(",
+    "stuck_in_kernel": "os.posix_spawn(",
+    "blocked_worker": "read_text()",
+    "stopped_worker": "is stopped",
+    "long_validation": "time.sleep(3600)",
+}
+TOGETHER = {
+    "other_branch": "dist.barrier()",
+    "skipped_call": "dist.barrier()",
+    "swallowed_exception": "dist.barrier()",
+    "unused_parameters": "dist.barrier()",
+    "validation_metric": "dist.all_reduce(",
+}
+HANGS = ALONE | TOGETHER
+HEALTHY = [
+    "fast_loop",
+    "short_pause",
+    "straggler",
+    "slow_loader",
+    "short_validation",
+    "on_rank_work",
+    "checkpoint",
+    "barriers",
+    "accumulation",
+    "changing_work",
+    "late_start",
+]
+LAUNCHERS = "spawn", "torchrun", "run_ranks"
+RIGHT, MISSED, WRONG = "right", "missed", "wrong rank accused"
+NO_DUMP = {"stopped_process", "stuck_in_kernel"}  # the odd rank cannot write its dump
+OF_RANK_0 = {"long_validation", "validation_metric", "short_validation"}
+TOLERATED = 1 / 30  # the share of hangs that a live look may miss
+
+
+class Round(NamedTuple):
+    case: str
+    launcher: str
+    size: int
+    odd: int
+
+    def __str__(self) -> str:
+        return f"{self.case} | {self.launcher} | rank {self.odd} of {self.size}"
+
+    def accused(self) -> set[int]:
+        """Return the ranks that a verdict must name."""
+        if self.case in HEALTHY:
+            return set()
+        return {0, 1} if self.case in TOGETHER and self.size == 2 else {self.odd}
+
+
+class Result(NamedTuple):
+    round: Round
+    live: str
+    dumps: str  # "" if the job is healthy
+    text: str  # all that find_hang.py has printed
+
+
+def main() -> None:
+    args = parse()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
+        rounds = [each for each in plan(args.rounds) if each.case in args.only]
+        folders = [Path(folder, str(number)) for number in range(len(rounds))]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for result in pool.map(run_round, rounds, folders):
+                show(result)
+                results.append(result)
+    print(f"\n{table(results)}")
+    if args.markdown:
+        about = f"`drill/hangs.py` on {machine(['torch', 'py-spy'])}."
+        put_between(args.markdown, *MARKS, f"{table(results)}\n\n{about}")
+    hangs = [result for result in results if result.dumps]
+    missed = sum(result.live == MISSED for result in hangs)
+    wrong = any(WRONG in (result.live, result.dumps) for result in results)
+    failed = any(result.live == MISSED for result in results if not result.dumps)
+    sys.exit(wrong or failed or missed > TOLERATED * len(hangs))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cases = [*HANGS, *HEALTHY]
+    parser.add_argument("--rounds", type=int, default=4, help="of each hang (4); 2 if healthy")
+    parser.add_argument("--only", nargs="+", choices=cases, default=cases, metavar="CASE")
+    parser.add_argument("--jobs", type=int, default=2, help="rounds at a time (2)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there too")
+    args = parser.parse_args()
+    require_marks(parser, args.markdown, MARKS)
+    return args
+
+
+def plan(repeats: int) -> list[Round]:
+    """Return the rounds, the same ones each time."""
+    rounds = []
+    for number, case in enumerate([*HANGS, *HEALTHY]):
+        for nth in range(min(repeats, 2) if case in HEALTHY else repeats):
+            chance = Random(f"{case} {nth}")
+            size = chance.randint(2, 4)
+            odd = 0 if case in OF_RANK_0 else chance.randrange(size)
+            rounds.append(Round(case, LAUNCHERS[(number + nth) % 3], size, odd))
+    return rounds
+
+
+def run_round(round_: Round, folder: Path) -> Result:
+    (folder / "dumps").mkdir(parents=True)
+    os.mkfifo(folder / "pipe")
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env["TORCH_FR_BUFFER_SIZE"] = "2000"
+    try:
+        with Running(*command(round_), cwd=folder, env=env, fresh=True) as job:
+            wait_for_hang(job, round_, folder)
+            output = find_hang(folder)
+            live = judge(round_, blocks_of(job, output))
+            if round_.case in HEALTHY:
+                return Result(round_, live, "", output)
+            write_dumps(round_, folder)
+            from_dumps = find_hang(folder, "dumps")
+            return Result(round_, live, judge_dumps(round_, from_dumps), output + from_dumps)
+    except AssertionError as error:
+        return Result(round_, MISSED, "" if round_.case in HEALTHY else MISSED, str(error))
+
+
+def command(round_: Round) -> list[str | Path]:
+    job: list[str | Path] = [JOB, *map(str, round_)]
+    return torchrun(round_.size, *job) if round_.launcher == "torchrun" else [sys.executable, *job]
+
+
+def wait_for_hang(job: Running, round_: Round, folder: Path) -> None:
+    """Wait until all ranks are where the job hangs."""
+    files = [f"rank_{rank}" for rank in range(round_.size)]
+    files += ["worker"] * round_.case.endswith("_worker")
+
+    def arrived() -> bool:
+        assert job.process.poll() is None, job.text()
+        return all((folder / file).exists() for file in files)
+
+    wait_until(arrived, 180)
+    time.sleep(1)
+
+
+def find_hang(folder: Path, *paths: str) -> str:
+    """Run find_hang.py and return what it prints."""
+    ended = subprocess.run(
+        [sys.executable, FIND_HANG, *paths], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    output = ended.stdout + ended.stderr
+    has_verdict = "\n  verdict:" in output
+    assert ended.returncode == (0 if has_verdict else 1), f"{ended.returncode}\n{output}"
+    return output
+
+
+def blocks_of(job: Running, output: str) -> str:
+    """Return what find_hang.py says about processes of this job."""
+    pids = [f"process {process.pid})" for process in job.processes()]
+    blocks = re.split(r"^(?=\S)", output, flags=re.MULTILINE)
+    return "".join(each for each in blocks if any(pid in each for pid in pids))
+
+
+def write_dumps(round_: Round, folder: Path) -> None:
+    (folder / "dump_now").touch()
+    expected = round_.size - (round_.case in NO_DUMP)
+    wait_until(lambda: len([*folder.glob("dumps/*")]) == expected)
+
+
+def judge_dumps(round_: Round, output: str) -> str:
+    if round_.case in NO_DUMP and "verdict:" in output and "\n  verdict:" not in output:
+        return RIGHT  # it need not name a rank that has left no dump
+    return judge(round_, output, from_dumps=True)
+
+
+def judge(round_: Round, block: str, from_dumps: bool = False) -> str:
+    """Return whether a verdict accuses the right ranks, and whether it knows the line."""
+    verdicts = " ".join(re.findall(r"^  verdict: (.*)", block, re.MULTILINE))
+    accused = {int(number) for number in re.findall(r"\brank (\d+)", verdicts)}
+    if not accused <= round_.accused():
+        return WRONG
+    known = len(re.findall(r"^  rank \d", block, re.MULTILINE))
+    if accused != round_.accused() or (known < round_.size and not from_dumps):
+        return MISSED
+    # A dump does not know where a rank is that has not made the call.
+    if round_.case in HEALTHY or (from_dumps and round_.case in ALONE):
+        return RIGHT
+    line = re.search(rf"^  rank {round_.odd} .*", block, re.MULTILINE)
+    return RIGHT if line and HANGS[round_.case] in line[0] else MISSED
+
+
+def show(result: Result) -> None:
+    """Print how a round ended, and all output if something was not right."""
+    looks = f"live: {result.live}" + f", dumps: {result.dumps}" * bool(result.dumps)
+    print(f"{result.round} | {looks}", flush=True)
+    if {result.live, result.dumps} - {RIGHT, ""}:
+        print("".join(f"    {line}\n" for line in result.text.splitlines()), flush=True)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return a Markdown table with a row per case."""
+    cases = dict.fromkeys(result.round.case for result in results)
+    by_case = [[each for each in results if each.round.case == case] for case in cases]
+    hangs = [result for result in results if result.dumps]
+    healthy = [result for result in results if not result.dumps]
+    return aligned(
+        [
+            ["case", "rounds", "right live", "right from dumps", WRONG],
+            *(row(case.replace("_", " "), own) for case, own in zip(cases, by_case, strict=True)),
+            row("**all hangs**", hangs),
+            row("**all healthy or slow jobs**", healthy),
+        ]
+    )
+
+
+def row(name: str, results: Sequence[Result]) -> list[str]:
+    live, dumps = [each.live for each in results], [each.dumps for each in results]
+    from_dumps = str(dumps.count(RIGHT)) if any(dumps) else ""
+    wrong = live.count(WRONG) + dumps.count(WRONG)
+    return [name, str(len(results)), str(live.count(RIGHT)), from_dumps, str(wrong)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""find_hang.py on logs and dumps, on a restart and on two nodes. drill/hangs.py makes hangs."""
+
+import json
+import pickle
+import sys
+
+import pytest
+from harness import ROOT, SCRIPTS, Evil, Running, free_port, run, torchrun
+from slurm_cluster import Job
+
+FIND_HANG = [sys.executable, SCRIPTS / "find_hang.py"]
+LOGS = ROOT / "tests" / "hang_logs"  # two NCCL ranks on an H200, PyTorch 2.11, 2026-11-26
+FREEZE = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+def read_batch(step):
+    if step == 2 and dist.get_rank() == 1:
+        print("rank 1 freezes", flush=True)
+        time.sleep(600)
+
+if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    sys.exit("torchrun starts all ranks again")
+rank, size = (int(os.environ[name]) for name in sys.argv[1:3])
+dist.init_process_group("gloo", rank=rank, world_size=size)
+for step in range(3):
+    read_batch(step)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.fixture
+def freeze(tmp_path):
+    script = tmp_path / "freeze.py"
+    script.write_text(FREEZE)
+    return script
+
+
+def verdicts(text):
+    return [line.strip() for line in text.splitlines() if "verdict: " in line]
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "says"),
+    [
+        ("late-default", 0, "wait for this: rank 1 has not called collective 5; its last was 4"),
+        ("late-nodump", 1, "the ranks that we see (1) wait in the same call"),
+        ("mismatch", 0, "rank 0 waits in collective 5, allreduce of 1000 elements: watchdog.py:15"),
+        ("mismatch", 0, "rank 1 waits in collective 5, allreduce of 2000 elements: watchdog.py:15"),
+        ("order", 0, "rank 0 waits in collective 5, allreduce of 1000 elements: watchdog.py:18"),
+        ("order", 0, "rank 1 waits in collective 5, broadcast of 1000 elements: watchdog.py:19"),
+        ("raised", 1, "the ranks that we see (1) wait in the same call"),
+        ("killed", 1, "found no ranks"),
+    ],
+)
+def test_the_logs_of_a_real_gpu(log, code, says, tmp_path):
+    ended = run(*FIND_HANG, LOGS / f"{log}.txt", cwd=tmp_path)
+    assert ended.code == code, ended.stderr
+    (verdict,) = verdicts(ended.stdout)
+    assert says in verdict and verdict.startswith("no verdict" if code else "verdict")
+
+
+def test_the_log_on_the_page(tmp_path):
+    """Three ranks, PyTorch 2.13. test_fakegpu.py compares it with what PyTorch logs."""
+    page = (ROOT / "docs" / "nccl-hangs.md").read_text()
+    (tmp_path / "log").write_text(page[page.index("[rank0]:[E") :])
+    (verdict,) = verdicts(run(*FIND_HANG, "log", cwd=tmp_path).stdout)
+    assert "wait for this: rank 1 has not called collective 3; its last was 2" in verdict
+
+
+def dump(folder, rank, *calls, completed=0, size=8):
+    """Write a dump as NCCL does, after these calls."""
+    frame = {"name": "main", "filename": "/home/me/train.py", "line": 7}
+    entries = [
+        {
+            "process_group": ("0", "default_pg"),
+            "retired": number <= completed,
+            "collective_seq_id": number,
+            "profiling_name": f"nccl:{kind}",
+            "input_sizes": [[size]],
+            "frames": [frame],
+            "is_p2p": False,
+        }
+        for number, kind in enumerate(calls, 1)
+    ]
+    (folder / f"rank_{rank}").write_bytes(pickle.dumps({"entries": entries}, protocol=2))
+
+
+@pytest.mark.parametrize(
+    ("calls", "says"),
+    [
+        (
+            [["all_reduce"] * 3, ["all_reduce"] * 2, ["all_reduce"] * 4],
+            "rank 1 has not called collective 3; its last was 2: allreduce of 8 elements, /home/me/"
+            "train.py:7 in main",
+        ),
+        (
+            [["all_reduce"] * 3, ["all_reduce"] * 3, ["all_reduce"] * 2 + ["broadcast"]],
+            "different calls: rank 2 waits in collective 3, broadcast of 8 elements",
+        ),
+        ([["all_reduce"] * 3, None, ["all_reduce"] * 3], "rank 1, which left no process, log or"),
+    ],
+)
+def test_dumps(calls, says, tmp_path):
+    for rank, kinds in enumerate(calls):
+        if kinds:
+            dump(tmp_path, rank, *kinds, completed=2)
+    ended = run(*FIND_HANG, tmp_path, cwd=tmp_path)
+    (verdict,) = verdicts(ended.stdout)
+    assert ended.code == 0 and verdict.startswith("verdict: ") and says in verdict
+
+
+def test_sizes_may_differ_in_a_scatter_but_not_in_a_broadcast(tmp_path):
+    for kind, code in (("scatter", 1), ("broadcast", 0)):
+        for rank in range(3):
+            dump(tmp_path, rank, kind, size=8 * (rank == 0))
+        assert run(*FIND_HANG, tmp_path, cwd=tmp_path).code == code
+
+
+def test_a_dump_cannot_run_code(tmp_path):
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(Evil(tmp_path / "made"), protocol=2))
+    ended = run(*FIND_HANG, tmp_path / "rank_0", cwd=tmp_path)
+    assert ended.code == 1 and "a dump holds plain data, not" in ended.stderr
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rank_0", pickle.dumps({"entries": []})[:-3], "rank_0 is not a complete dump"),
+        ("rank_0", pickle.dumps([]), "rank_0 is not a complete dump"),
+        ("dump", pickle.dumps({"entries": []}), "must end with its rank, as in rank_0"),
+        ("other", b"", "error: rank_0 does not exist"),
+    ],
+)
+def test_a_file_that_is_no_dump(name, content, says, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    ended = run(*FIND_HANG, "rank_0" if name == "other" else name, cwd=tmp_path)
+    assert ended.code == 1 and says in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
+    job = torchrun(2, freeze, "RANK", "WORLD_SIZE", restarts=1)
+    with Running(*job, cwd=tmp_path, fresh=True) as running:
+        running.wait_for("rank 1 freezes")
+        ended = run(*FIND_HANG, cwd=tmp_path)
+        running.kill()
+    (found,) = [part for part in ended.stdout.split("\njob ") if "freeze.py" in part]
+    assert ended.code == 0 and ", restarted 1 times" in found
+    assert "verdict: the others wait for this: rank 1 stands still: freeze.py:8 in read_b" in found
+
+
+@pytest.mark.slurm
+def test_two_nodes(cluster, freeze, tmp_path):
+    """The command in the docstring, with the job's number."""
+    command = f"srun --ntasks=4 {sys.executable} {freeze} SLURM_PROCID SLURM_NTASKS"
+    meet = f"MASTER_ADDR=$(hostname) MASTER_PORT={free_port()}"
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{meet} {command}\n")
+    with Job(cluster, "--nodes=2", "--ntasks-per-node=2", "job.sh", cwd=tmp_path) as job:
+        job.wait_for("rank 1 freezes")
+        tool = " ".join(map(str, FIND_HANG))
+        look = f"srun --overlap --jobid={job.id} --nodes=2 --ntasks-per-node=1 {tool} --json"
+        ended = cluster.run("bash", "-c", f"{look} | {tool} -", cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
+    waiting = [rank for rank in range(4) if f"rank {rank} waits in all_reduce: " in ended.stdout]
+    (verdict,) = verdicts(ended.stdout)
+    assert waiting == [0, 2, 3] and "rank 1 stands still: freeze.py:8 in read_batch" in verdict
+
+
+def test_ranks_that_all_wait_in_the_same_call(tmp_path):
+    """We cannot tell more, and say so."""
+    rank = {"job": "job", "on_host": [0, 1], "host": "a", "pid": 1, "waits_in": "barrier"}
+    lines = "".join(f"{json.dumps(rank | {'rank': number})}\n" for number in range(2))
+    (tmp_path / "ranks").write_text(lines)
+    script = f"'{sys.executable}' '{SCRIPTS / 'find_hang.py'}' - < ranks"
+    ended = run("bash", "-c", script, cwd=tmp_path)
+    assert ended.code == 1 and "no verdict: the ranks that we see (2) wait" in ended.stdout
