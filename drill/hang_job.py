@@ -59,7 +59,7 @@ def hang(case: str) -> None:
             next(iter(DataLoader(Items("frozen_read"), num_workers=1)))
         case "stopped_worker":
             next(iter(DataLoader(Items("stopped_process"), num_workers=1)))
-        case "long_validation":
+        case "long_validation" | "async_wait":
             time.sleep(3600)
 
 
@@ -149,6 +149,8 @@ def run_rank(number: int, case: str, size: int, odd_rank: int) -> None:
             disagree(case, odd, step)
             if odd:
                 hang(case)
+            elif case == "async_wait":
+                dist.all_reduce(torch.ones(1), async_op=True).wait()
         be_slow(case, odd, done, batches)
         step()
 

@@ -43,6 +43,7 @@ ALONE = {
     "blocked_worker": "read_text()",
     "stopped_worker": "is stopped",
     "long_validation": "time.sleep(3600)",
+    "async_wait": "time.sleep(3600)",
 }
 TOGETHER = {
     "other_branch": "dist.barrier()",

@@ -8,8 +8,8 @@
 It prints one line per rank and one verdict per job, and exits with 0 if a verdict names ranks, else
 with 1. A rank hangs if it stays in the same functions for `--seconds`, while the others only wait.
 If the steps of your job take longer, pass a larger value. The job needs no preparation and does not
-notice. A live look needs Linux, py-spy and the permission to read the memory of other processes: be
-root, or start the container with `--cap-add SYS_PTRACE`.
+notice. A live look needs Linux, psutil, py-spy and the permission to read the memory of processes:
+run it as root, or start the container with `--cap-add SYS_PTRACE`.
 """
 
 import argparse
@@ -38,17 +38,17 @@ WAITS = re.compile(
     r"torch/distributed/(distributed_c10d|rendezvous|utils)\.py"
     r"|torch/nn/parallel/distributed\.py (_pre_forward|_sync_buffers)"
     r"|torch/(autograd/graph\.py _engine_run_backward|cuda/__init__\.py synchronize)"
-    r"|ddp_ref/(decorators|initialize)\.py"
+    r"|ddp_ref/(initialize\.py|decorators\.py <lambda>)"
 )
 LIBRARY = re.compile(
     STDLIB.pattern
     + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers/)"
 )
-WAITS_FOR_GPU = re.compile(r"\.(item|tolist|cpu|numpy|synchronize)\(")
+WAITING_LINE = re.compile(r"\.(wait|item|tolist|cpu|numpy|synchronize)\(")
 WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}  # not what the user called
 NAMES = {"backward": "backward (DDP's all-reduce)", "_call": "on_rank", "_rank_first": "rank_first"}
-POLLS = {"on_rank", "rank_first", "initialize_ddp"}  # their threads wake up now and then
-BEHIND = " (Python runs ahead: its GPU may be in an earlier collective, which only dumps tell)"
+POLLS = {"<lambda>", "wait_until", "_create_c10d_store"}  # wake up now and then while they wait
+BEHIND = " (Python runs ahead of its GPU, which may be in an earlier collective: see the dumps)"
 STATES = {"disk-sleep": "is stuck in the kernel", "stopped": "is stopped"}
 STATES |= {"tracing-stop": "is stopped", "gone": "has ended", "zombie": "has ended"}
 UNEVEN = {"gather", "scatter", "alltoall", "alltoallbase"}  # their sizes may differ between ranks
@@ -73,10 +73,9 @@ class Rank(NamedTuple):
     state: str = "stands still"  # else, a verb such as "is busy"
     place: str = ""  # its innermost lines outside of libraries
 
-    def __str__(self) -> str:
+    def does(self) -> str:
         waits = self.waits_in and self.state == "stands still"
-        does = f"waits in {self.waits_in}" if waits else self.state
-        return f"rank {self.rank} {does}: {self.place}"
+        return f"{f'waits in {self.waits_in}' if waits else self.state}: {self.place}"
 
 
 class Look(NamedTuple):
@@ -107,7 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", nargs="*", help="logs, dumps, folders; -: what --json printed")
+    parser.add_argument(
+        "paths", nargs="*", help="logs, dumps or folders; - reads what --json printed"
+    )
     parser.add_argument("--seconds", type=float, default=5, help="how long to watch (default: 5)")
     parser.add_argument("--json", action="store_true", help="print the ranks as lines of JSON")
     args = parser.parse_args()
@@ -130,12 +131,15 @@ def report(ranks: list[Rank]) -> bool:
     for job, members in jobs.items():
         print(job)
         for each in members:
-            print(f"  {each}" + f" ({each.host}, process {each.pid})" * bool(each.pid))
+            process = f" ({each.host}, process {each.pid})" if each.pid else ""
+            print(f"  rank {each.rank} {each.does()}{process}")
         names_ranks, sentence = verdict(members)
         print("  verdict:" if names_ranks else "  no verdict:", sentence)
         found |= names_ranks
     if not jobs:
-        print("no verdict: found no ranks (look as the job's user, on its host, in its container)")
+        print(
+            "no verdict: found no ranks; run this as the job's user, on its host, in its container"
+        )
     return found
 
 
@@ -155,18 +159,20 @@ def verdict(ranks: list[Rank]) -> tuple[bool, str]:
     if busy := states.get("is busy"):
         return False, f"the others wait for rank {busy.rank}, which is busy: look again in a minute"
     if elsewhere:
-        return True, "the others wait for this: " + "; ".join(map(str, elsewhere))
+        these = (f"rank {each.rank}, which {each.does()}" for each in elsewhere)
+        return True, "the others wait for " + "; and for ".join(these)
     if missing := {n for each in ranks for n in each.on_host} - {each.rank for each in ranks}:
         return True, f"the others wait for rank {min(missing)}, which left no process, log or dump"
     # A record tells the size of a call. A live stack does not, so there the line has to do.
     calls = [(each.waits_in, each.pid and each.place) for each in waiting]
     (common, count), *others = Counter(calls).most_common()
     if not others:
-        hint = "look at the others' hosts and logs, then at sizes (dumps have them) and the network"
+        hint = "look at other hosts and logs, then compare sizes (in dumps), then check the network"
         return False, f"the ranks that we see ({count}) wait in the same call: {hint}"
     if count > len(ranks) / 2:
         waiting = [each for each, call in zip(waiting, calls, strict=True) if call != common]
-    return True, "the ranks wait in different calls: " + "; ".join(map(str, waiting))
+    these = (f"rank {each.rank} {each.does()}" for each in waiting)
+    return True, "the ranks wait in different calls: " + "; ".join(these)
 
 
 def look_at_ranks(seconds: float) -> list[Rank]:
@@ -238,11 +244,16 @@ def look_at(pid: int) -> Look:
             status, sleeps = process.status(), process.num_ctx_switches().voluntary
             dump = subprocess.run(command, capture_output=True, text=True, timeout=10)
             if "ermission" in dump.stderr:
-                sys.exit(f"error: may not read process {pid}: use sudo, or --cap-add SYS_PTRACE")
+                sys.exit(
+                    f"error: no permission to read process {pid}: use sudo, or --cap-add SYS_PTRACE"
+                )
             threads = json.loads(dump.stdout)
             main_thread = max(threads, key=lambda each: each["thread_name"] == "MainThread")
             cuda = "libtorch_cuda" in Path(f"/proc/{pid}/maps").read_text()
-            return Look(status, sleeps, main_thread["frames"], cuda)
+            frames = main_thread["frames"]
+            for frame in frames:  # since Python 3.11, the name is qualified
+                frame["name"] = frame["name"].rpartition(".")[2]
+            return Look(status, sleeps, frames, cuda)
     return Look(status, sleeps, [])
 
 
@@ -250,14 +261,16 @@ def summarize(rank: Rank, looks: list[Look]) -> Rank:
     """Return what a rank does, from all looks at it."""
     calls = [waited_call(look) for look in looks]
     if all(calls):  # it still waits if it has not woken up since, and its variables are the same
-        seen: list[Any] = [(own(look.frames), calls[0] in POLLS or look.sleeps) for look in looks]
+        waits = [[each for each in look.frames if each["name"] not in POLLS] for look in looks]
+        polls = any(len(each) < len(look.frames) for each, look in zip(waits, looks, strict=True))
+        seen: list[Any] = waits if polls else [(look.sleeps, look.frames) for look in looks]
     else:  # it has not moved if it is in the same functions: it may be in a loop
         seen = [[(each["filename"], each["name"]) for each in look.frames] for look in looks]
     state = STATES.get(looks[-1].status, "stands still")
     if state in ("stands still", STATES["disk-sleep"]) and any(each != seen[0] for each in seen):
         state = "is busy"
     frames = looks[-1].frames
-    place = " < ".join(map(describe, own(frames)[:2])) or "no line of its own"
+    place = " < ".join(map(describe, own(frames)[:2])) or "no line of your code"
     if any("dataloader.py" in each["filename"] for each in frames):
         place += worker_of(rank.pid)
     return rank._replace(waits_in=calls[-1], state=state, place=place)
@@ -266,13 +279,15 @@ def summarize(rank: Rank, looks: list[Look]) -> Rank:
 def waited_call(look: Look) -> str:
     """Return the call in which a stack waits for other ranks; "" if it does something else."""
     frames = [each for each in look.frames if not STDLIB.search(each["filename"])]
-    names = [each["name"].rpartition(".")[2] for each in frames]
+    names = [each["name"] for each in frames]
     inner = len(list(takewhile(lambda each: LIBRARY.search(each["filename"]), frames)))
     if inner and WAITS.search(f"{frames[0]['filename']} {names[0]}"):
         *_, called = names[0], *(name for name in names[:inner] if name not in WRAPPERS)
         return NAMES.get(called, called) + BEHIND * look.cuda
-    if look.cuda and frames and not inner and (found := WAITS_FOR_GPU.search(describe(frames[0]))):
-        return found[1] + BEHIND
+    for frame in own(look.frames[:1]):  # a call in C++ has no frame, but the line shows it
+        found = WAITING_LINE.search(describe(frame))
+        if found and (look.cuda or found[1] == "wait"):
+            return found[1] + BEHIND * look.cuda
     return ""
 
 
@@ -352,7 +367,7 @@ def read_dump(file: Path) -> Iterator[tuple[str, int, Record]]:
             line, *_ = *map(describe, own(each.get("frames", []))), UNKNOWN
             calls[each["collective_seq_id"]] = [call, line]
         enqueued = max(calls, default=0)
-        # Of gloo, pg_status may tell an earlier number than the last one that has completed.
+        # With Gloo, the dump's pg_status may lag behind the last collective that has completed.
         pending = [each["collective_seq_id"] for each in its if not each["retired"]]
         yield group, int(rank[0]), Record(enqueued, min(pending, default=enqueued + 1) - 1, calls)
 

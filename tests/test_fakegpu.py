@@ -405,7 +405,7 @@ def lines_of(rank, log):
 
 
 FIND_HANG = SCRIPTS / "find_hang.py"
-NOT_CALLED = "verdict: the others wait for this: rank 1 has not called collective 3; its last was 2"
+NOT_CALLED = "verdict: the others wait for rank 1, which has not called collective 3; its last was 2"
 FREEZE = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -458,4 +458,4 @@ def test_a_stack_does_not_show_what_the_gpu_waits_in(tmp_path):
         found = run(sys.executable, FIND_HANG, cwd=tmp_path).stdout
         running.kill()
     assert re.search(r"rank 0 waits in all_reduce \(Python runs ahead.*\): freeze.py:8", found)
-    assert "the others wait for this: rank 1 stands still: freeze.py:7" in found
+    assert "the others wait for rank 1, which stands still: freeze.py:7" in found

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import sys
 
 import pytest
@@ -43,7 +44,7 @@ def verdicts(text):
 @pytest.mark.parametrize(
     ("log", "code", "says"),
     [
-        ("late-default", 0, "wait for this: rank 1 has not called collective 5; its last was 4"),
+        ("late-default", 0, "wait for rank 1, which has not called collective 5; its last was 4"),
         ("late-nodump", 1, "the ranks that we see (1) wait in the same call"),
         ("mismatch", 0, "rank 0 waits in collective 5, allreduce of 1000 elements: watchdog.py:15"),
         ("mismatch", 0, "rank 1 waits in collective 5, allreduce of 2000 elements: watchdog.py:15"),
@@ -65,7 +66,7 @@ def test_the_log_on_the_page(tmp_path):
     page = (ROOT / "docs" / "nccl-hangs.md").read_text()
     (tmp_path / "log").write_text(page[page.index("[rank0]:[E") :])
     (verdict,) = verdicts(run(*FIND_HANG, "log", cwd=tmp_path).stdout)
-    assert "wait for this: rank 1 has not called collective 3; its last was 2" in verdict
+    assert "wait for rank 1, which has not called collective 3; its last was 2" in verdict
 
 
 def dump(folder, rank, *calls, completed=0, size=8):
@@ -91,8 +92,8 @@ def dump(folder, rank, *calls, completed=0, size=8):
     [
         (
             [["all_reduce"] * 3, ["all_reduce"] * 2, ["all_reduce"] * 4],
-            "rank 1 has not called collective 3; its last was 2: allreduce of 8 elements, /home/me/"
-            "train.py:7 in main",
+            "rank 1, which has not called collective 3; its last was 2: allreduce of 8 elements, "
+            "/home/me/train.py:7 in main",
         ),
         (
             [["all_reduce"] * 3, ["all_reduce"] * 3, ["all_reduce"] * 2 + ["broadcast"]],
@@ -147,7 +148,17 @@ def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
         running.kill()
     (found,) = [part for part in ended.stdout.split("\njob ") if "freeze.py" in part]
     assert ended.code == 0 and ", restarted 1 times" in found
-    assert "verdict: the others wait for this: rank 1 stands still: freeze.py:8 in read_b" in found
+    assert "verdict: the others wait for rank 1, which stands still: freeze.py:8 in read_b" in found
+
+
+@pytest.mark.full
+def test_hangs_on_purpose(tmp_path):
+    """A part of `make test-hangs`."""
+    cases = ["frozen_read", "endless_loop", "stopped_worker", "swallowed_exception", "straggler"]
+    drill = [sys.executable, ROOT / "drill" / "hangs.py", "--rounds", "1", "--only", *cases]
+    ended = run(*drill, cwd=tmp_path)
+    assert ended.code == 0, ended.stdout
+    assert re.search(r"\*\*all hangs\*\* +\| 4 +\| 4 +\| 4 +\| 0", ended.stdout), ended.stdout
 
 
 @pytest.mark.slurm
@@ -164,7 +175,9 @@ def test_two_nodes(cluster, freeze, tmp_path):
     assert ended.code == 0, ended.stderr
     waiting = [rank for rank in range(4) if f"rank {rank} waits in all_reduce: " in ended.stdout]
     (verdict,) = verdicts(ended.stdout)
-    assert waiting == [0, 2, 3] and "rank 1 stands still: freeze.py:8 in read_batch" in verdict
+    assert (
+        waiting == [0, 2, 3] and "rank 1, which stands still: freeze.py:8 in read_batch" in verdict
+    )
 
 
 def test_ranks_that_all_wait_in_the_same_call(tmp_path):
