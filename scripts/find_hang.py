@@ -32,11 +32,11 @@ from typing import Any, NamedTuple
 
 import psutil
 
-STDLIB = re.compile(r"/lib/python3\.\d+/(?!site-packages|dist-packages)|^<(frozen|string)")
+STDLIB = re.compile(r"/lib(?:64)?/python3\.\d+/(?!site-packages|dist-packages)|^<(frozen|string)")
 # In these files and functions, a rank waits for the others, in C++.
 WAITS = re.compile(
     r"torch/distributed/(distributed_c10d|rendezvous|utils)\.py"
-    r"|torch/nn/parallel/distributed\.py (_pre_forward|_sync_buffers)"
+    r"|torch/nn/parallel/distributed\.py (_pre_forward|_distributed_broadcast_coalesced)"
     r"|torch/(autograd/graph\.py _engine_run_backward|cuda/__init__\.py synchronize)"
     r"|ddp_ref/(initialize\.py|decorators\.py <lambda>)"
 )
@@ -45,7 +45,13 @@ LIBRARY = re.compile(
     + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers/)"
 )
 WAITING_LINE = re.compile(r"\.(wait|item|tolist|cpu|numpy|synchronize)\(")
-WRAPPERS = {"wrapper", "inner", "_call_impl", "_wrapped_call_impl"}  # not what the user called
+WRAPPERS = {
+    "wrapper",
+    "inner",
+    "inner_func",
+    "_call_impl",
+    "_wrapped_call_impl",
+}  # not what the user called
 NAMES = {"backward": "backward (DDP's all-reduce)", "_call": "on_rank", "_rank_first": "rank_first"}
 POLLS = {"<lambda>", "wait_until", "_create_c10d_store"}  # wake up now and then while they wait
 BEHIND = " (Python runs ahead of its GPU, which may be in an earlier collective: see the dumps)"
@@ -148,6 +154,8 @@ def verdict(ranks: list[Rank]) -> tuple[bool, str]:
     waiting = [each for each in ranks if each.waits_in]
     elsewhere = [each for each in ranks if not each.waits_in]
     states = {each.state: each for each in ranks}
+    if len(ranks) > len({each.rank for each in ranks}):
+        return False, "several processes have the same rank: other programs, or several jobs"
     if gone := states.get("has ended"):
         return False, f"rank {gone.rank} has ended while we looked: look again"
     if stopped := states.get("is stopped"):
@@ -159,8 +167,8 @@ def verdict(ranks: list[Rank]) -> tuple[bool, str]:
     if busy := states.get("is busy"):
         return False, f"the others wait for rank {busy.rank}, which is busy: look again in a minute"
     if elsewhere:
-        these = (f"rank {each.rank}, which {each.does()}" for each in elsewhere)
-        return True, "the others wait for " + "; and for ".join(these)
+        named = (f"rank {each.rank}, which {each.does()}" for each in elsewhere)
+        return True, "the others wait for " + "; and for ".join(named)
     if missing := {n for each in ranks for n in each.on_host} - {each.rank for each in ranks}:
         return True, f"the others wait for rank {min(missing)}, which left no process, log or dump"
     # A record tells the size of a call. A live stack does not, so there the line has to do.
@@ -169,9 +177,10 @@ def verdict(ranks: list[Rank]) -> tuple[bool, str]:
     if not others:
         hint = "look at other hosts and logs, then compare sizes (in dumps), then check the network"
         return False, f"the ranks that we see ({count}) wait in the same call: {hint}"
+    these = [f"rank {each.rank} {each.does()}" for each in waiting]
     if count > len(ranks) / 2:
-        waiting = [each for each, call in zip(waiting, calls, strict=True) if call != common]
-    these = (f"rank {each.rank} {each.does()}" for each in waiting)
+        these = [this for this, call in zip(these, calls, strict=True) if call != common]
+        these.append(f"most others wait in {common[0]}")
     return True, "the ranks wait in different calls: " + "; ".join(these)
 
 
@@ -192,7 +201,7 @@ def find_ranks() -> list[Rank]:
     mine = {name: os.environ[name] for name in node} if node <= os.environ.keys() else {}
     for process in sorted(psutil.process_iter(), key=psutil.Process.create_time):
         with suppress(psutil.Error):  # it has ended, or belongs to another user
-            if "python" not in process.exe() or process.pid == os.getpid():
+            if "python" not in process.exe() or Path(__file__).name in str(process.cmdline()):
                 continue
             env = process.environ()
             rank = as_rank(process, env) if mine.items() <= env.items() else None
@@ -267,7 +276,10 @@ def summarize(rank: Rank, looks: list[Look]) -> Rank:
     else:  # it has not moved if it is in the same functions: it may be in a loop
         seen = [[(each["filename"], each["name"]) for each in look.frames] for look in looks]
     state = STATES.get(looks[-1].status, "stands still")
-    if state in ("stands still", STATES["disk-sleep"]) and any(each != seen[0] for each in seen):
+    moves = any(each != seen[0] for each in seen)
+    # A rank that computes in `backward` does not wait. (One that waits for its GPU may spin.)
+    computes = all(calls) and any(each.status == "running" and not each.cuda for each in looks)
+    if state in ("stands still", STATES["disk-sleep"]) and (moves or computes):
         state = "is busy"
     frames = looks[-1].frames
     place = " < ".join(map(describe, own(frames)[:2])) or "no line of your code"
@@ -320,18 +332,29 @@ def read_files(paths: list[str]) -> list[Rank]:
         sys.exit(f"error: {missing[0]} does not exist")
     found = (path.rglob("*") if path.is_dir() else [path] for path in map(Path, paths))
     for file in (file for each in found for file in each if file.is_file()):
-        is_dump = file.read_bytes().startswith(b"\x80")
+        with file.open("rb") as opened:
+            head = opened.read(1000)
+        is_dump = head.startswith(b"\x80")
+        if not is_dump and b"\0" in head:  # a checkpoint, for example
+            continue
         for group, rank, record in read_dump(file) if is_dump else read_log(file):
             if is_dump or rank not in records[group]:  # later in its log, a rank may have gone on
                 records[group][rank] = record
-    return [rank for group, its in records.items() for rank in last_calls(group, its)]
+    ranks = [rank for group, its in records.items() for rank in last_calls(group, its)]
+    # A rank that waits in another group cannot help it, so we leave it out here.
+    waiting = {each.rank for each in ranks if each.waits_in}
+    return [
+        each._replace(on_host=[*{*each.on_host} - waiting])
+        for each in ranks
+        if each.waits_in or each.rank not in waiting
+    ]
 
 
 def read_log(file: Path) -> Iterator[tuple[str, int, Record]]:
     """Yield what NCCL's watchdog has logged, with the group and the rank."""
     timed_out: dict[int, list[str]] = {}  # by rank: its call
     call = [""] * 2
-    for line in file.read_text(errors="replace").splitlines():
+    for line in re.split(r"\n|(?=\[rank\d+\]:)", file.read_text(errors="replace")):
         rank = int(found[1]) if (found := re.search(r"[Rr]ank ?(\d+)\]", line)) else -1
         if found := TIMED_OUT.search(line):
             timed_out.setdefault(rank, [describe_call(found[1], int(found[2])), UNKNOWN])
@@ -348,16 +371,19 @@ def read_log(file: Path) -> Iterator[tuple[str, int, Record]]:
 
 def read_dump(file: Path) -> Iterator[tuple[str, int, Record]]:
     """Yield what a flight recorder's dump says, with the group and the rank."""
-    if not (rank := re.search(r"\d+$", file.stem)):
-        sys.exit(f"error: the name of a dump must end with its rank, as in rank_0, unlike {file}")
     groups: dict[str, list[Any]] = {"0": []}  # every rank is in this group
+    rank = re.search(r"\d+$", file.stem)
     try:
         with file.open("rb") as opened:
             entries = PlainUnpickler(opened).load()["entries"]
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError) as error:
-        sys.exit(f"error: {file} is not a complete dump of a flight recorder: {error!r}")
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        print(f"left out: {file} is not a complete dump: {error!r}", file=sys.stderr)
+        return
+    if not rank:
+        print(f"left out: the name of {file} does not end with a rank", file=sys.stderr)
+        return
     for entry in entries:
-        if not entry["is_p2p"]:
+        if not entry.get("is_p2p"):
             groups.setdefault(entry["process_group"][0], []).append(entry)
     for group, its in groups.items():
         calls = {}

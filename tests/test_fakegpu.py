@@ -405,7 +405,9 @@ def lines_of(rank, log):
 
 
 FIND_HANG = SCRIPTS / "find_hang.py"
-NOT_CALLED = "verdict: the others wait for rank 1, which has not called collective 3; its last was 2"
+NOT_CALLED = (
+    "verdict: the others wait for rank 1, which has not called collective 3; its last was 2"
+)
 FREEZE = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
