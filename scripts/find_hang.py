@@ -257,7 +257,8 @@ def look_at(pid: int) -> Look:
                     f"error: no permission to read process {pid}: use sudo, or --cap-add SYS_PTRACE"
                 )
             threads = json.loads(dump.stdout)
-            main_thread = max(threads, key=lambda each: each["thread_name"] == "MainThread")
+            threads.sort(key=lambda each: each["thread_name"] != "MainThread")
+            main_thread = max(threads, key=lambda each: each["os_thread_id"] == pid)
             cuda = "libtorch_cuda" in Path(f"/proc/{pid}/maps").read_text()
             frames = main_thread["frames"]
             for frame in frames:  # since Python 3.11, the name is qualified
