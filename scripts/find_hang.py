@@ -45,13 +45,7 @@ LIBRARY = re.compile(
     + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers/)"
 )
 WAITING_LINE = re.compile(r"\.(wait|item|tolist|cpu|numpy|synchronize)\(")
-WRAPPERS = {
-    "wrapper",
-    "inner",
-    "inner_func",
-    "_call_impl",
-    "_wrapped_call_impl",
-}  # not what the user called
+WRAPPERS = {"wrapper", "inner", "inner_func", "_call_impl", "_wrapped_call_impl"}
 NAMES = {"backward": "backward (DDP's all-reduce)", "_call": "on_rank", "_rank_first": "rank_first"}
 POLLS = {"<lambda>", "wait_until", "_create_c10d_store"}  # wake up now and then while they wait
 BEHIND = " (Python runs ahead of its GPU, which may be in an earlier collective: see the dumps)"
@@ -112,9 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "paths", nargs="*", help="logs, dumps or folders; - reads what --json printed"
-    )
+    parser.add_argument("paths", nargs="*", help="logs, dumps, folders; -: the output of --json")
     parser.add_argument("--seconds", type=float, default=5, help="how long to watch (default: 5)")
     parser.add_argument("--json", action="store_true", help="print the ranks as lines of JSON")
     args = parser.parse_args()
@@ -143,9 +135,7 @@ def report(ranks: list[Rank]) -> bool:
         print("  verdict:" if names_ranks else "  no verdict:", sentence)
         found |= names_ranks
     if not jobs:
-        print(
-            "no verdict: found no ranks; run this as the job's user, on its host, in its container"
-        )
+        print("no verdict: found no ranks; is this the job's user, host and container, or its log?")
     return found
 
 
@@ -253,9 +243,7 @@ def look_at(pid: int) -> Look:
             status, sleeps = process.status(), process.num_ctx_switches().voluntary
             dump = subprocess.run(command, capture_output=True, text=True, timeout=10)
             if "ermission" in dump.stderr:
-                sys.exit(
-                    f"error: no permission to read process {pid}: use sudo, or --cap-add SYS_PTRACE"
-                )
+                sys.exit(f"error: no permission to read process {pid}: use sudo, or SYS_PTRACE")
             threads = json.loads(dump.stdout)
             threads.sort(key=lambda each: each["thread_name"] != "MainThread")
             main_thread = max(threads, key=lambda each: each["os_thread_id"] == pid)
