@@ -221,8 +221,10 @@ def as_rank(process: psutil.Process, env: dict[str, str]) -> Rank | None:
         return Rank(job, rank, [*range(first, first + size)], host, process.pid)
     for frame in look_at(process.pid).frames:
         if (frame["name"], Path(frame["filename"]).name) == ("_wrap", "spawn.py"):
-            rank = next(int(each["repr"]) for each in frame["locals"] if each["name"] == "i")
-            return Rank(f"mp.spawn of process {process.ppid()}", rank, [rank], host, process.pid)
+            its = [each["repr"] for each in frame["locals"] or [] if each["name"] == "i"]
+            if its and its[0].isdigit():  # else py-spy has read a stack that just changed
+                job = f"mp.spawn of process {process.ppid()}"
+                return Rank(job, int(its[0]), [int(its[0])], host, process.pid)
     if {"SLURM_STEP_ID", "SLURM_GTIDS"} <= env.keys():
         job = f"Slurm step {env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
         on_host = [*map(int, env["SLURM_GTIDS"].split(","))]
@@ -257,23 +259,24 @@ def look_at(pid: int) -> Look:
 
 def summarize(rank: Rank, looks: list[Look]) -> Rank:
     """Return what a rank does, from all looks at it."""
-    calls = [waited_call(look) for look in looks]
+    calls, stacks = [waited_call(look) for look in looks], [look.frames for look in looks]
+    seen: list[Any]
     if all(calls):  # it still waits if it has not woken up since, and its variables are the same
-        waits = [[each for each in look.frames if each["name"] not in POLLS] for look in looks]
-        polls = any(len(each) < len(look.frames) for each, look in zip(waits, looks, strict=True))
-        seen: list[Any] = waits if polls else [(look.sleeps, look.frames) for look in looks]
+        seen = [[each for each in stack if each["name"] not in POLLS] for stack in stacks]
+        if seen == stacks:
+            seen = [(look.sleeps, look.frames) for look in looks]
     else:  # it has not moved if it is in the same functions: it may be in a loop
-        seen = [[(each["filename"], each["name"]) for each in look.frames] for look in looks]
+        seen = [[(each["filename"], each["name"]) for each in stack] for stack in stacks]
     state = STATES.get(looks[-1].status, "stands still")
     moves = any(each != seen[0] for each in seen)
     # A rank that computes in `backward` does not wait. (One that waits for its GPU may spin.)
     computes = all(calls) and any(each.status == "running" and not each.cuda for each in looks)
     if state in ("stands still", STATES["disk-sleep"]) and (moves or computes):
         state = "is busy"
-    frames = looks[-1].frames
-    place = " < ".join(map(describe, own(frames)[:2])) or "no line of your code"
-    if any("dataloader.py" in each["filename"] for each in frames):
-        place += worker_of(rank.pid)
+    place = " < ".join(map(describe, own(stacks[-1])[:2])) or "no line of your code"
+    if any("dataloader.py" in each["filename"] for each in stacks[-1]):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            place += worker_of(rank.pid)
     return rank._replace(waits_in=calls[-1], state=state, place=place)
 
 
@@ -283,8 +286,8 @@ def waited_call(look: Look) -> str:
     names = [each["name"] for each in frames]
     inner = len(list(takewhile(lambda each: LIBRARY.search(each["filename"]), frames)))
     if inner and WAITS.search(f"{frames[0]['filename']} {names[0]}"):
-        *_, called = names[0], *(name for name in names[:inner] if name not in WRAPPERS)
-        return NAMES.get(called, called) + BEHIND * look.cuda
+        called = [name for name in names[:inner] if name not in WRAPPERS] or names[:1]
+        return NAMES.get(called[-1], called[-1]) + BEHIND * look.cuda
     for frame in own(look.frames[:1]):  # a call in C++ has no frame, but the line shows it
         found = WAITING_LINE.search(describe(frame))
         if found and (look.cuda or found[1] == "wait"):
@@ -379,8 +382,8 @@ def read_dump(file: Path) -> Iterator[tuple[str, int, Record]]:
         for each in its:
             elements = sum(map(math.prod, each["input_sizes"]))
             call = describe_call(each["profiling_name"].rpartition(":")[2], elements)
-            line, *_ = *map(describe, own(each.get("frames", []))), UNKNOWN
-            calls[each["collective_seq_id"]] = [call, line]
+            lines = [*map(describe, own(each.get("frames", []))), UNKNOWN]
+            calls[each["collective_seq_id"]] = [call, lines[0]]
         enqueued = max(calls, default=0)
         # With Gloo, the dump's pg_status may lag behind the last collective that has completed.
         pending = [each["collective_seq_id"] for each in its if not each["retired"]]

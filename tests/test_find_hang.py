@@ -147,7 +147,9 @@ def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
         running.wait_for("rank 1 freezes")
         ended = run(*FIND_HANG, cwd=tmp_path)
         running.kill()
-    (found,) = [part for part in ended.stdout.split("\njob ") if "freeze.py" in part]
+    (found,) = [
+        part for part in ended.stdout.split("\njob ") if ": freeze.py:" in part
+    ]  # not another test's
     assert ended.code == 0 and ", restarted 1 times" in found
     assert "verdict: the others wait for rank 1, which stands still: freeze.py:8 in read_b" in found
 
