@@ -49,7 +49,9 @@ def parse_args(description, nproc=False, share_gpus=False, launched=False):
         most = max(2, torch.cuda.device_count())
         parser.add_argument("--nproc", type=int, default=most, help="default: one per GPU, or 2")
     if share_gpus:
-        parser.add_argument("--share_gpus", action="store_true", help="let processes share a GPU")
+        shared = os.environ.get("DDP_SHARE_GPUS") == "1"  # the same variable as ddp_ref's
+        text = "let processes share a GPU; so does DDP_SHARE_GPUS=1"
+        parser.add_argument("--share_gpus", action="store_true", default=shared, help=text)
     args = parser.parse_args()
     for name, value in vars(args).items():
         if value < 1 and name != "share_gpus":

@@ -19,9 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def hide_gpus() -> None:
     """Hide the GPUs from this notebook and all that it starts, so that its outputs are the same.
 
-    DDP_COURSE_GPUS=1 leaves them visible, for readers who want to run the chapters on GPUs.
+    DDP_COURSE_GPUS=1 leaves them visible, for readers who want to run the chapters on GPUs. Ranks
+    share a GPU if there are too few.
     """
-    if os.environ.get("DDP_COURSE_GPUS") != "1":
+    if os.environ.get("DDP_COURSE_GPUS") == "1":
+        os.environ["DDP_SHARE_GPUS"] = "1"
+    else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
