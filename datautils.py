@@ -16,8 +16,7 @@ from torch.utils.data import TensorDataset
 class MyTrainDataset(TensorDataset):
     """1,797 handwritten digits of 8 x 8 pixels: 1,440 to train on, or the 357 others to test.
 
-    An item is an image (64,), float32 in 0..1, and its digit, an int64 scalar. Every process gets
-    the same items in the same order.
+    An item is an image (64,), float32 in 0..1, and its digit, int64: the same in every process.
     """
 
     def __init__(self, *, train=True):
@@ -49,9 +48,8 @@ def parse_args(description, nproc=False, share_gpus=False, launched=False):
         most = max(2, torch.cuda.device_count())
         parser.add_argument("--nproc", type=int, default=most, help="default: one per GPU, or 2")
     if share_gpus:
-        shared = os.environ.get("DDP_SHARE_GPUS") == "1"  # the same variable as ddp_ref's
-        text = "let processes share a GPU; so does DDP_SHARE_GPUS=1"
-        parser.add_argument("--share_gpus", action="store_true", default=shared, help=text)
+        shared = os.environ.get("DDP_SHARE_GPUS") == "1"
+        parser.add_argument("--share_gpus", action="store_true", default=shared, help="among ranks")
     args = parser.parse_args()
     for name, value in vars(args).items():
         if value < 1 and name != "share_gpus":

@@ -1,4 +1,4 @@
-"""The cost model of chapter 08: its formulas against simulations and worked examples."""
+"""The cost model of the planner page: its formulas against simulations and worked examples."""
 
 import pytest
 import torch
@@ -128,7 +128,7 @@ def test_a_step_of_the_worked_example():
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 64])
-def test_memory_is_what_chapter_16_measures(ranks):
+def test_memory_is_what_chapter_10_measures(ranks):
     """In fp32 with Adam: 20, 16, 8 + 8 / n, 4 + 12 / n and 16 / n bytes per parameter."""
     sums = [sum(bytes_per_parameter(name, ranks).values()) for name in STRATEGIES]
     assert sums == pytest.approx([20, 16, 8 + 8 / ranks, 4 + 12 / ranks, 16 / ranks])
@@ -136,7 +136,7 @@ def test_memory_is_what_chapter_16_measures(ranks):
     assert sgd == {"weights": 2, "gradients": 2 / ranks, "buckets": 0, "optimizer": 0}
 
 
-def test_traffic_is_what_chapter_16_counts():
+def test_traffic_is_what_chapter_10_counts():
     """In units of (n - 1) / n of the model's bytes."""
     unit = 3 / 4 * 4 * 100
 

@@ -11,11 +11,11 @@ from harness import ROOT
 from IPython.core.inputtransformer2 import TransformerManager
 
 pytestmark = pytest.mark.exercises
-CHAPTERS = sorted(path.stem[:2] for path in (ROOT / "notebooks").glob("[0-9][0-9]_*.md"))
+MODULES = sorted(path.stem for path in (ROOT / "notebooks/exercises").glob("chapter_*.py"))
 MISTAKES = {
     name: mistakes
-    for number in CHAPTERS
-    for name, mistakes in import_module(f"mistakes.chapter_{number}").MISTAKES.items()
+    for module in MODULES
+    for name, mistakes in import_module(f"mistakes.{module}").MISTAKES.items()
 }
 SOLUTION = re.compile(
     r"<details>\n<summary>Solution</summary>\n\n```python\n(.*?)```\n.*?</details>", re.DOTALL
@@ -37,7 +37,7 @@ SOLUTIONS = solutions()
 
 
 def test_no_two_exercises_have_the_same_name():
-    found = [import_module(f"exercises.chapter_{number}").EXERCISES for number in CHAPTERS]
+    found = [import_module(f"exercises.{module}").EXERCISES for module in MODULES]
     assert sum(len(exercises) for exercises in found) == len(all_exercises())
 
 

@@ -15,7 +15,7 @@ SIZE = re.compile(r"font(?:-size)?\s*:[^;}]*?(\d+(?:\.\d+)?)(px|em|rem|pt|%)")
 UNSAFE_TAGS = {"script", "image", "foreignObject", "iframe", "a"}
 MEANINGS = {
     **{f"rank{rank}": colour for rank, colour in enumerate(palette.RANKS)},
-    **{name: getattr(palette, name.upper()) for name in ("compute", "communicate", "wait", "load")},
+    **{name: getattr(palette, name.upper()) for name in ("compute", "communicate", "wait")},
     **palette.MEMORY,
 }
 

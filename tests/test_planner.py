@@ -267,7 +267,7 @@ def test_the_page_states_the_prediction_of_its_preset(planner):
 
 @pytest.mark.parametrize("bucket_mib", [25.0, 1.0])
 def test_the_prediction_for_two_ranks_of_this_machine(model, bucket_mib, capsys):
-    """Other programs can spoil a run, so it gets five chances, as in chapter 08."""
+    """Other programs can spoil a run, so it gets five chances."""
     for _ in range(5):
         case = run_ranks(measure_step, 64, bucket_mib, nproc=2)[0]
         measured = case.pop("measured")

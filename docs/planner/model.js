@@ -1,5 +1,5 @@
 /**
- * The cost model of chapter 08, for the page "Plan a run": formulas only, no page.
+ * The cost model, for the page "Plan a run": formulas only, no page.
  *
  * Each function has the same name as in notebooks/lesson/cost_model.py, which explains it and
  * names its source. tests/test_planner.py compares the two. Units: bytes, seconds, bytes a second.

@@ -26,7 +26,7 @@
     activations: ["Activations per GPU (GB), if you know them", { ...OPTIONAL, min: 0, max: 1e6 }],
   };
 
-  /** 100 million parameters and 16,384 tokens per rank: the worked example of chapter 08. */
+  /** 100 million parameters and 16,384 tokens per rank: the worked example of the page. */
   const EXAMPLE = {
     parameters: 100, precision: "bf16 autocast", optimizer: "Adam", gpus: 8, nodes: 4,
     within: 450, between: 400, latency: 0, forward: 8.2, backward: 16.4, bucket: 25,

@@ -1,76 +1,23 @@
-"""The exercises of chapter 05: a gradient and a loss over unequal shards."""
+"""The exercises of chapter 05: a loss for unequal counts, and a step in the right order."""
 
 import math
 from collections.abc import Callable
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lesson import Exercise
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ddp_ref import initialize_ddp
 
-COUNTS = [48, 16]  # samples on each rank
-FEWER = [20, 12]  # the same in a second batch
-OWN = torch.tensor([[1.0, -2.0, 3.0], [9.0, 2.0, -1.0]])  # (rank, 3): each rank's gradient
-
 # For each case and rank: how many of 12 targets count. The others are -100.
 COUNTED = (12, 3, 6), (12, 0, 6)
 Seen = list[tuple[float, Tensor] | None]  # for each case: loss and gradient, or None without a loss
-
-
-def _run_gradient(batch_gradient: Callable[[Tensor, int], Tensor]) -> list[Any]:
-    """Return the function's results on this rank, for two batches."""
-    dist.init_process_group("gloo")
-    dist.barrier()  # connects all ranks, whatever the reader's function does
-    rank = dist.get_rank()
-    results = [batch_gradient(OWN[rank].clone(), counts[rank]) for counts in (COUNTS, FEWER)]
-    dist.destroy_process_group()
-    return results
-
-
-def _judge_gradient(seen: list[list[Any]]) -> str | None:
-    if not all(isinstance(result, Tensor) and result.shape == (3,) for result in chain(*seen)):
-        return "on some rank, your function did not return a tensor of the gradient's shape."
-    got, again = (torch.stack(results) for results in zip(*seen, strict=True))  # (rank, 3) each
-    counts, fewer = torch.tensor(COUNTS)[:, None], torch.tensor(FEWER)[:, None]  # (rank, 1)
-    weighted = (OWN * counts).sum(0)
-    if torch.equal(got, OWN):
-        return (
-            "every rank returned its own gradient, so nothing was exchanged. The ranks have to add "
-            "up something with an all-reduce."
-        )
-    if torch.allclose(got, OWN.mean(0)):
-        return (
-            "your function returned the plain mean, in which the gradient of 16 samples weighs as "
-            "much as the gradient of 48. Weight each gradient by its count before you add them up."
-        )
-    if torch.allclose(got, weighted):
-        return (
-            "your function returned the sum over all samples, not the mean. Divide it by the "
-            "number of samples on all ranks together."
-        )
-    if torch.allclose(got, weighted / counts):
-        return (
-            "each rank divided the sum by its own number of samples, so the ranks got different "
-            "results. A mean over all samples needs the global count, so the ranks have to add up "
-            "their counts as well."
-        )
-    if not torch.allclose(got, weighted / counts.sum()):
-        return (
-            f"rank 0 returned {got[0].tolist()}, but the gradient of the batch is "
-            f"{(weighted / 64).tolist()}."
-        )
-    if not torch.allclose(again, (OWN * fewer).sum(0) / fewer.sum()):
-        return (
-            "your function is right for 48 and 16 samples, but not for 20 and 12. The total is not "
-            "always 64, so compute it from the counts."
-        )
-    return None
 
 
 def _shard(rank: int, counted: int) -> tuple[Tensor, Tensor]:
@@ -82,23 +29,22 @@ def _shard(rank: int, counted: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def _model() -> nn.Linear:
-    model = nn.Linear(4, 3)
+def _model(outputs: int) -> nn.Linear:
+    model = nn.Linear(4, outputs, bias=False)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+        model.weight.copy_(torch.linspace(-1, 1, 4 * outputs).view(outputs, 4))
     return model
 
 
 def _run_loss(global_mean_loss: Callable[..., Any]) -> Seen:
     rank = initialize_ddp().rank
-    return [_step(global_mean_loss, *_shard(rank, counted[rank])) for counted in COUNTED]
+    return [_backward(global_mean_loss, *_shard(rank, counted[rank])) for counted in COUNTED]
 
 
-def _step(
+def _backward(
     global_mean_loss: Callable[..., Any], inputs: Tensor, targets: Tensor
 ) -> tuple[float, Tensor] | None:
-    model = DDP(_model())
+    model = DDP(_model(3))
     loss = global_mean_loss(model(inputs), targets)
     fits = torch.tensor(int(isinstance(loss, Tensor) and loss.requires_grad))
     dist.all_reduce(fits, dist.ReduceOp.MIN)  # backward() on one rank alone would wait forever
@@ -115,34 +61,57 @@ def _judge_loss(seen: list[Seen]) -> str | None:
             "your function must return a loss that backward() can start from: a tensor that still "
             "has its graph, not a number."
         )
-    first, second = one[1], other[1]
-    whole, *wrong = _gradients_of_sums(COUNTED[0])
+    sums = _gradients_of_sums(COUNTED[0])
+    total, mean = sums.sum(0), sums.sum(0) / sum(COUNTED[0])
+    means = (sums / torch.tensor(COUNTED[0])[:, None, None]).sum(0)
     hints = [
-        "in your result, each rank's mean has the same weight, although the ranks have different "
-        "numbers of targets. Divide the sum of each rank's losses by the number of targets on all "
-        "ranks.",
-        "the gradient is a third of what it should be. DDP divides by the world size, so your loss "
-        "has to be multiplied by it first.",
-        "you got the gradient of the sum over all targets, not of their mean. What is still "
-        "missing is a division by the number of targets on all ranks.",
-        "you got a third of the gradient of the sum. DDP has divided by the world size, but "
-        "nothing has divided by the number of targets on all ranks.",
-        "targets of -100 were counted. Count only the other targets.",
-        "the gradient is two thirds of what it should be. There are 3 ranks here, so ask "
-        "torch.distributed for the world size.",
+        (
+            means / 3,
+            "in your result, each rank's mean has the same weight, although the ranks have "
+            "different numbers of targets. Divide the sum of each rank's losses by the number of "
+            "targets on all ranks.",
+        ),
+        (
+            means,
+            "each rank divided by its own number of targets. A mean over all targets needs the "
+            "global count, so the ranks have to add up their counts with an all-reduce.",
+        ),
+        (
+            mean / 3,
+            "the gradient is a third of what it should be. DDP divides by the world size, so your "
+            "loss has to be multiplied by it first.",
+        ),
+        (
+            total,
+            "you got the gradient of the sum over all targets, not of their mean. What is still "
+            "missing is a division by the number of targets on all ranks.",
+        ),
+        (
+            total / 3,
+            "you got a third of the gradient of the sum. DDP has divided by the world size, but "
+            "nothing has divided by the number of targets on all ranks.",
+        ),
+        (total / 36, "targets of -100 were counted. Count only the other targets."),
+        (
+            mean * 2 / 3,
+            "the gradient is two thirds of what it should be. There are 3 ranks here, so ask "
+            "torch.distributed for the world size.",
+        ),
     ]
-    for gradient, hint in zip(wrong, hints, strict=True):
-        if torch.allclose(first, gradient, atol=1e-6):
+    for gradient, hint in hints:
+        if torch.allclose(one[1], gradient, atol=1e-6):
             return hint
-    if not torch.allclose(first, whole, atol=1e-6):
+    if not torch.allclose(one[1], mean, atol=1e-6):
         return "the gradient is not the gradient of the mean over the targets of all ranks."
     if any(math.isnan(loss) for loss, _ in (rank[1] for rank in seen if rank[1])):
         return (
             "your loss is right, except on a rank where no target counts. The mean of such a rank "
             "is 0 / 0, so its loss is NaN."
         )
-    whole, *_ = _gradients_of_sums(COUNTED[1])
-    if not torch.allclose(second, whole, atol=1e-6):
+    total = _gradients_of_sums(COUNTED[1]).sum(0)
+    if torch.allclose(other[1], total / sum(COUNTED[0]), atol=1e-6):
+        return "your loss is right for 21 targets, but not for 18. Compute their number each time."
+    if not torch.allclose(other[1], total / sum(COUNTED[1]), atol=1e-6):
         return (
             "your loss is right, except if no target of some rank counts. DDP still divides by the "
             "number of all ranks, including that rank."
@@ -150,22 +119,148 @@ def _judge_loss(seen: list[Seen]) -> str | None:
     return None
 
 
-def _gradients_of_sums(counted: tuple[int, ...]) -> list[Tensor]:
-    """Return the gradient of the mean over all targets, and those of typical mistakes."""
+def _gradients_of_sums(counted: tuple[int, ...]) -> Tensor:
+    """Return the gradient of each rank's summed loss, (rank, 3, 4)."""
     sums = []
     for rank, count in enumerate(counted):
         inputs, targets = _shard(rank, count)
-        model = _model()
+        model = _model(3)
         total = F.cross_entropy(model(inputs), targets, reduction="sum")
         sums.append(torch.autograd.grad(total, model.weight)[0])
-    total, count, ranks = torch.stack(sums).sum(0), sum(counted), len(counted)
-    means = [part / n for part, n in zip(sums, counted, strict=True) if n]
-    of_means = torch.stack(means).sum(0) / ranks
-    mean = total / count
-    return [mean, of_means, mean / ranks, total, total / ranks, total / (12 * ranks), mean * 2 / 3]
+    return torch.stack(sums)
+
+
+# The limit and the number of microbatches of each step; only the second step reaches its limit.
+STEPS = [(10.0, 2), (0.1, 2), (10.0, 3)]
+SCALE = 1024.0
+
+
+class Step(NamedTuple):
+    """The weights after a step, and the length of each gradient that DDP reduced in it."""
+
+    weights: Tensor
+    sent: list[float]
+
+
+def _parts(rank: int, number: int) -> list[tuple[Tensor, Tensor]]:
+    """Return a rank's microbatches: inputs (8, 4) and targets (8, 1); rank 1's are larger."""
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.rand(3, 8, 4, generator=generator) * (1 + 2 * rank) / 2
+    return list(zip(inputs, torch.rand(3, 8, 1, generator=generator), strict=True))[:number]
+
+
+def _loss_of(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, targets = part
+    return F.mse_loss(model(inputs), targets)
+
+
+def _note_and_reduce(lengths: list[float], bucket: dist.GradBucket) -> Future[Tensor]:
+    lengths.append(bucket.buffer().norm().item())
+    return allreduce_hook(None, bucket)  # type: ignore[arg-type] # None: the default group
+
+
+def _run_step(clipped_step: Callable[..., None]) -> list[Step]:
+    """Take the steps of STEPS with the reader's function."""
+    rank, sent = initialize_ddp().rank, list[float]()
+    model = DDP(_model(1))
+    model.register_comm_hook(sent, _note_and_reduce)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    steps = []
+    for limit, number in STEPS:
+        sent.clear()
+        optimizer.zero_grad()
+        try:
+            clipped_step(model, optimizer, scaler, _parts(rank, number), _loss_of, limit)
+        except RuntimeError as error:
+            if "unscale_()" not in str(error):
+                raise
+            what = "end each step with scaler.update(), which tells the scaler that it is over"
+            raise RuntimeError(f"{error} Call unscale_ once in each step, and {what}") from error
+        except AssertionError as error:  # the scaler's: it found no gradient
+            raise RuntimeError("no gradient. Call backward() for each microbatch") from error
+        steps.append(Step(model.module.weight.detach().clone(), list(sent)))
+    return steps
+
+
+def _judge_step(seen: list[list[Step]]) -> str | None:
+    one, two, three = (step.weights for step in seen[0])
+    if any(not torch.equal(mine.weights, its.weights) for mine, its in zip(*seen, strict=True)):
+        return (
+            "the ranks end with different weights. DDP never reduced a gradient, because every "
+            "backward ran inside no_sync: the last microbatch's backward must run outside it"
+        )
+    times = [len(step.sent) for step in seen[0]]
+    if times != [1, 1, 1]:
+        return (
+            f"in a step of 2 microbatches DDP reduced the gradients {times[0]} times. One time is "
+            "enough: run forward and backward of all microbatches but the last inside no_sync"
+        )
+    if seen[0][0].sent[0] < SCALE / 100:
+        return (
+            "the gradient that DDP reduced is not scaled. Call backward on the loss that "
+            "scaler.scale returns, or small float16 gradients become 0"
+        )
+    first = _model(1).weight.detach()
+    gradient, moved = _gradient(first, 0, 1), first - one
+    hints = [
+        (
+            2 * gradient,
+            "with 2 microbatches the step is twice as long as the mean gradient. backward adds up "
+            "the gradients of the microbatches: divide each loss by the number of microbatches",
+        ),
+        (
+            gradient / 2,
+            "with 2 microbatches on 2 ranks the step is half as long as the mean gradient. DDP "
+            "already divides by the ranks: divide each loss by the number of microbatches, once",
+        ),
+        (
+            _gradient(first, 1) / 2,
+            "the gradient contains only the last microbatch. Do not zero the gradients between "
+            "microbatches",
+        ),
+    ]
+    for mistaken, hint in hints:
+        if torch.allclose(moved, mistaken):
+            return hint
+    if torch.allclose(moved.norm(), torch.tensor(STEPS[0][0] / SCALE)):
+        return (
+            "the gradient is far below the limit, and was clipped all the same. You measured it "
+            "while it was still multiplied by the scale: unscale before you clip"
+        )
+    if not torch.allclose(moved, gradient):
+        return (
+            "the gradient is below the limit, but the step is not the mean gradient of all "
+            "microbatches of all ranks"
+        )
+    limit = STEPS[1][0]
+    gradient, moved = _gradient(one, 0, 1), one - two
+    length = moved.norm().item()
+    if length > 1.001 * limit:
+        return (
+            f"with the limit {limit} the step has the length {length:.2f}. Nothing clipped the "
+            "gradient between unscale_ and step"
+        )
+    if not torch.allclose(moved, gradient * limit / gradient.norm(), rtol=1e-3):
+        return (
+            "the clipped step points in another direction than the mean gradient. You clipped a "
+            "single microbatch or a single rank's gradient: clip once, after the last all-reduce"
+        )
+    if not torch.allclose(two - three, _gradient(two, 0, 1, 2), rtol=1e-3):
+        return "it is right for 2 microbatches but not for 3: take their number from len(parts)"
+    return None
+
+
+def _gradient(weights: Tensor, *numbers: int) -> Tensor:
+    """Return the gradient of the mean loss over these microbatches of both ranks."""
+    model = _model(1)
+    model.weight.data.copy_(weights)
+    parts = [_parts(rank, 3)[number] for rank in (0, 1) for number in numbers]
+    loss = torch.stack([_loss_of(model, part) for part in parts]).mean()
+    return torch.autograd.grad(loss, [model.weight])[0]
 
 
 EXERCISES = {
-    "batch_gradient": Exercise(_run_gradient, _judge_gradient),
     "global_mean_loss": Exercise(_run_loss, _judge_loss, nproc=3),
+    "clipped_step": Exercise(_run_step, _judge_step),
 }

@@ -1,123 +1,153 @@
-"""Performance: the slowest network that still hides, and an all-reduce of few steps."""
+"""The exercises of chapter 08: uneven shards, and a file that one rank prepares."""
 
-import math
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lesson import Exercise
-from lesson.cost_model import break_even_bandwidth, gradient_bytes
-from lesson.ring import SimulatedRanks, replay
+from lesson.partners import has_no_partner, open_impatient_group
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-# (parameters, world size, seconds of backward)
-CASES = [(100e6, 8, 0.2), (100e6, 2, 0.2), (7e6, 16, 0.01)]
-# What a slip multiplies the answer by, and what to think about. The world size is in two of them.
-SLIPS: list[tuple[Callable[[int], float], str]] = [
-    (
-        lambda n: 1 / 2,
-        "The answer is half of what is needed. An all-reduce goes round the ring twice: once to "
-        "add up (reduce-scatter) and once to hand out the sums (all-gather).",
-    ),
-    (
-        lambda n: 1 / 8,
-        "The answer is an eighth of what is needed, which looks like gigabytes a second. Networks "
-        "are sold in gigabits a second, and a byte has 8 bits.",
-    ),
-    (
-        lambda n: 1 / 4,
-        "The answer is a quarter of what is needed, as if a gradient had one byte. In fp32 each "
-        "number takes 4 bytes.",
-    ),
-    (
-        lambda n: n * n / (n - 1),
-        "The answer grows with the number of ranks. In the ring, more ranks cut the vector into "
-        "smaller chunks, so a rank sends (n - 1) / n of it in each phase, not n or n - 1 times it.",
-    ),
-    (
-        lambda n: n,
-        "The answer grows with the number of ranks. In the ring, more ranks cut the vector into "
-        "smaller chunks: in each of the 2 (n - 1) steps a rank sends only 1/n of it.",
-    ),
-    (
-        lambda n: n / (n - 1),
-        "The answer is a little too high, most of all for 2 ranks. In each phase a rank sends all "
-        "chunks but one, which is (n - 1) / n of the vector and not the whole vector.",
-    ),
-]
+BATCHES = [3, 5]  # of each rank
+RATE = 0.01
+MOVED = 15.0  # batch n has the gradient n for each weight: the means of both ranks are 1 to 5
 
 
-def _ask_for_gigabits(break_even_gigabits: Callable[..., Any]) -> list[Any]:
-    return [break_even_gigabits(*case) for case in CASES]
+class Epoch(NamedTuple):
+    """What `train_epoch` did on a rank."""
+
+    trained: int  # how many batches went through the model
+    returned: object
+    weight: Tensor
+    moved: float  # by the weight, over the learning rate
 
 
-def _judge_gigabits(seen: list[list[Any]]) -> str | None:
-    (answers,) = seen
-    wanted = [
-        break_even_bandwidth(gradient_bytes(parameters), ranks, backward) * 8 / 1e9
-        for parameters, ranks, backward in CASES
-    ]
-    ratios = [answer / want for answer, want in zip(answers, wanted, strict=True)]
-    if all(math.isclose(ratio, 1, rel_tol=1e-3) for ratio in ratios):
-        return None
-    for slip, hint in SLIPS:
-        slips = [slip(ranks) for _, ranks, _ in CASES]
-        if all(math.isclose(r, s, rel_tol=1e-3) for r, s in zip(ratios, slips, strict=True)):
-            return hint
-    case, answer, want = CASES[0], answers[0], wanted[0]
-    return (
-        f"For {case[0] / 1e6:.0f} million parameters, {case[1]} ranks and {case[2]} s of backward "
-        f"your function returned {answer:.4g} Gbit/s, and {want:.4g} are needed. Write down the "
-        "bytes that a rank sends first, then divide by the time."
-    )
+class Preparation(NamedTuple):
+    """When `first_on_rank_0` called `prepare` on a rank, by a clock that the ranks share."""
+
+    calls: int
+    began: float  # the first call
+    ended: float
 
 
-def _run_doubling(doubling_all_reduce: Callable[[SimulatedRanks], Any]) -> SimulatedRanks:
-    """Let the function work on 8 simulated ranks, and return them."""
-    generator = torch.Generator().manual_seed(0)
-    ranks = SimulatedRanks(torch.randint(0, 100, (8, 16), generator=generator))
-    doubling_all_reduce(ranks)
-    return ranks
+def finishes(meet: Callable[[], Any], function: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
+    """Call the reader's function, and then a collective that it should not contain.
+
+    Returns:
+        Whether each collective found its partner, and what the function returned.
+    """
+    try:
+        returned = function(*args)
+        meet()
+    except RuntimeError as error:
+        if not has_no_partner(error):
+            raise
+        return False, None
+    return True, returned
 
 
-def _judge_doubling(seen: list[SimulatedRanks]) -> str | None:
-    (ranks,) = seen
-    for step in range(1, ranks.steps + 1):
-        pairs = {(sent.source, sent.target) for sent in ranks.log if sent.step == step}
-        for rank in range(ranks.world_size):
-            if sum(source == rank for source, _ in pairs) > 1:
-                return (
-                    f"In step {step}, rank {rank} sends to more than one rank. Pair the ranks up: "
-                    "each one has one partner in a step."
-                )
-            if sum(target == rank for _, target in pairs) > 1:
-                return (
-                    f"In step {step}, rank {rank} receives from more than one rank. Pair the ranks "
-                    "up: each one has one partner in a step."
-                )
-    everyone = list(range(ranks.world_size))
-    for rank, row in enumerate(replay(ranks)[-1]):
-        for chunk, whose in enumerate(row):
-            at = f"rank {rank}'s chunk {chunk}"
-            if twice := [other for other in whose if whose.count(other) > 1]:
-                return (
-                    f"At the end, {at} contains the numbers of rank {twice[0]} more than once. The "
-                    "partner of a step must not know anything yet that the rank already has."
-                )
-            if whose != everyone:
-                return (
-                    f"At the end, {at} is the sum of ranks {whose} only, after {ranks.steps} "
-                    "steps. What arrives must be added, and after each step a rank should know "
-                    "twice as many ranks' numbers."
-                )
-    if ranks.steps > 3:
+def observe_train_epoch(train_epoch: Callable[..., Any]) -> Epoch | None:
+    torch.manual_seed(0)
+    open_impatient_group()
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    batches = [torch.full((8, 4), n + 1.0) for n in range(BATCHES[dist.get_rank()])]
+    trained: list[None] = []
+    model.module.register_forward_hook(lambda *_: trained.append(None))
+    start = model.module.weight.detach().clone()
+    met, returned = finishes(dist.barrier, train_epoch, model, optimizer, batches)
+    weight = model.module.weight.detach()
+    moved = ((start - weight) / RATE).mean().item()
+    return Epoch(len(trained), returned, weight, moved) if met else None
+
+
+def judge_train_epoch(seen: list[Epoch | None]) -> str | None:
+    epochs = [epoch for epoch in seen if epoch]
+    if len(epochs) < len(seen):
         return (
-            f"The sums are right, but took {ranks.steps} steps, and 8 ranks need only 3. Send "
-            "whole vectors instead of chunks, so that what a rank knows doubles in every step."
+            "your function hangs: a rank that still has batches calls backward(), and the rank "
+            "that has none left does not join its all-reduce. model.join() lets a finished rank "
+            "take part."
+        )
+    trained = [epoch.trained for epoch in epochs]
+    if trained != BATCHES:
+        return (
+            f"the ranks have {BATCHES} batches, but your function trained on {trained}. No batch "
+            "may be dropped: let the rank that finishes first join the others' all-reduces."
+        )
+    if not torch.equal(*(epoch.weight for epoch in epochs)):
+        return (
+            "every batch was used, but the ranks end with different weights. The gradients were "
+            "not averaged: call model(batch), not model.module(batch), and leave out no_sync()."
+        )
+    moved = epochs[0].moved
+    if abs(moved - MOVED) > 0.1:
+        return (
+            f"the mean gradients of the five steps add up to {MOVED}, but your steps add up to "
+            f"{moved:.1f}. The sum was divided by both ranks even where only one had a batch: "
+            "one argument of model.join() changes the divisor."
+        )
+    returned = [epoch.returned for epoch in epochs]
+    if returned != BATCHES:
+        return (
+            f"the training is right, but the ranks trained on {BATCHES} batches and your function "
+            f"returned {returned}. Return the number of batches of this rank."
+        )
+    return None
+
+
+def observe_first_on_rank_0(first_on_rank_0: Callable[..., Any]) -> Preparation | None:
+    open_impatient_group()
+    calls: list[tuple[float, float]] = []
+
+    def prepare() -> None:
+        began = time.monotonic()
+        # Rank 0's download takes longer than a reader's time.sleep(1) would wait.
+        time.sleep(3 if dist.get_rank() == 0 else 0.5)
+        calls.append((began, time.monotonic()))
+
+    met, _ = finishes(lambda: dist.all_reduce(torch.zeros(1)), first_on_rank_0, prepare)
+    began, ended = calls[0] if calls else (0.0, 0.0)
+    return Preparation(len(calls), began, ended) if met else None
+
+
+def judge_first_on_rank_0(seen: list[Preparation | None]) -> str | None:
+    first, other = seen
+    if first is None or other is None:
+        return (
+            "your function hangs: one rank calls a collective, such as dist.barrier(), that the "
+            "other rank never calls. A barrier inside `if rank == 0:` waits forever, so put it "
+            "where every rank passes it exactly once."
+        )
+    if not first.calls:
+        return "rank 0 never called prepare(). Rank 0 is the rank that must call it first."
+    if not other.calls:
+        return (
+            "rank 1 never called prepare(), so it has no data. The other ranks must call it too, "
+            "once rank 0 has finished."
+        )
+    if other.ended <= first.began:
+        return (
+            "rank 1 did the work and rank 0 came after it. Swap the two: rank 0 prepares before "
+            "the barrier, the other ranks after it."
+        )
+    if other.began < first.ended:
+        return (
+            "rank 1 called prepare() before rank 0 had finished, so both did the work at the same "
+            "time. Something must hold rank 1 back until rank 0 is done: a barrier can."
+        )
+    if (first.calls, other.calls) != (1, 1):
+        return (
+            f"the order is right, but prepare() was called too often: {first.calls}x on rank 0, "
+            f"{other.calls}x on rank 1. Call it once on each rank."
         )
     return None
 
 
 EXERCISES = {
-    "break_even_gigabits": Exercise(_ask_for_gigabits, _judge_gigabits, nproc=1),
-    "doubling_all_reduce": Exercise(_run_doubling, _judge_doubling, nproc=1),
+    "train_epoch": Exercise(observe_train_epoch, judge_train_epoch),
+    "first_on_rank_0": Exercise(observe_first_on_rank_0, judge_first_on_rank_0),
 }

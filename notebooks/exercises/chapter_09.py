@@ -1,76 +1,55 @@
-"""Chapter 09: a stream of which every item is read once."""
+"""Chapter 09: work that one rank does for all."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 from lesson import Exercise
-from torch.utils.data import DataLoader, IterableDataset
 
-from ddp_ref import initialize_ddp
+from ddp_ref import cleanup_ddp, initialize_ddp
 
-ITEMS = 13  # a number that no count of shards divides
-THREE_RANKS = -1  # in place of a number of workers
-LIMIT = timedelta(seconds=20)  # of a collective that not all ranks call
-SHARDS = "Count every worker of every rank as one shard."
+RESULT = "10 classes"
 
 
-class _Stream(IterableDataset):
-    def __init__(self, shard: Callable[..., Any], rank: int, world_size: int) -> None:
-        self.shard, self.rank, self.world_size = shard, rank, world_size
+def observe(prepare_once: Callable[[Callable[[], str]], Any]) -> tuple[int, Any, str]:
+    """Return how often this rank did the work, its result, and what a failing one raised here."""
+    initialize_ddp()
+    calls: list[None] = []
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.shard(range(ITEMS), self.rank, self.world_size))
+    def work() -> str:
+        calls.append(None)
+        return RESULT
+
+    def failing_work() -> str:
+        raise FileNotFoundError("no data here")
+
+    result = prepare_once(work)
+    try:
+        prepare_once(failing_work)
+        raised = "nothing"
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+        raised = type(error).__name__
+    cleanup_ddp()
+    return len(calls), result, raised
 
 
-def observe_shard(shard: Callable[..., Any]) -> dict[int, list[int]]:
-    """Return what this rank reads from a stream of 13 items, by the number of its workers."""
-    info = initialize_ddp(LIMIT)
-    stream = _Stream(shard, info.rank, info.world_size)
-    seen = {0: list(DataLoader(stream, None))}
-    for workers in (2, 3):
-        loader = DataLoader(stream, None, num_workers=workers, multiprocessing_context="fork")
-        seen[workers] = list(loader)
-    if info.rank == 0:  # an argument is enough: no group of three is needed
-        of_three = [list(shard(range(ITEMS), rank, 3)) for rank in range(3)]
-        seen[THREE_RANKS] = [item for items in of_three for item in items]
-    return seen
-
-
-def judge_shard(ranks: list[dict[int, list[int]]]) -> str | None:
-    """Find items that are read more often than once, or never."""
-    of_three = Counter(ranks[0].pop(THREE_RANKS))
-    counts = {n: Counter(item for rank in ranks for item in rank[n]) for n in ranks[0]}
-    most = {n: max(read.values(), default=0) for n, read in counts.items()}
-    if most[2] == 4:
+def judge(seen: list[tuple[int, Any, str]]) -> str | None:
+    calls, results, raised = zip(*seen, strict=True)
+    if calls != (1, 0):
+        counts = f"{calls[0]} on rank 0, {calls[1]} on rank 1"
+        return f"calls of the work: {counts}. It should run once, on rank 0"
+    if raised[0] != "FileNotFoundError":
+        return f"the work raised FileNotFoundError on rank 0, but there you raise {raised[0]}"
+    if raised[1] == "nothing":
+        return "the work failed on rank 0, and rank 1 went on as if it had not: it must raise too"
+    if raised[1] != raised[0]:
         return (
-            "every worker of every rank yields the whole stream. Each of them must skip the "
-            f"items of all the others. {SHARDS}"
+            f"the work raised {raised[0]} on rank 0, but rank 1 raises {raised[1]}: "
+            "the error itself has to reach every rank"
         )
-    if most[0] > 1:
-        return (
-            "both ranks yield the same items, so `rank` makes no difference in your function. "
-            f"{SHARDS}"
-        )
-    for workers in (2, 3):
-        if most[workers] > 1:
-            return (
-                f"with {workers} workers per rank, two workers of one rank yield the same items. "
-                "Use both the id and the number of workers from `get_worker_info()`."
-            )
-    for workers, read in counts.items():
-        if missing := [item for item in range(ITEMS) if item not in read]:
-            return (
-                f"with {workers} workers per rank, nobody yields the items {missing}. "
-                "Take every n-th item up to the end of the stream, where n is the number of shards."
-            )
-    if of_three != Counter(range(ITEMS)):
-        return (
-            "your function is right on 2 ranks, but not on 3. The number of shards must be "
-            "computed from `world_size`."
-        )
+    for rank, result in enumerate(results):
+        if result != RESULT:
+            return f"the work returned {RESULT!r}, but rank {rank} got {result!r}"
     return None
 
 
-EXERCISES = {"shard": Exercise(observe_shard, judge_shard)}
+EXERCISES = {"prepare_once": Exercise(observe, judge)}

@@ -286,7 +286,7 @@ def bytes_per_parameter(
 ) -> dict[str, float]:
     """Return what a rank holds between two steps, in bytes per parameter [zero], by kind.
 
-    Chapter 15 measures it. Not in it: activations, and what lives only during a step, such as
+    Chapter 10 measures it. Not in it: activations, and what lives only during a step, such as
     the block that FSDP2 has gathered.
 
     Args:

@@ -5,15 +5,10 @@ it, and the parts of memory have colours of Tol's "muted" palette.
 """
 
 RANKS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"]  # rank 0, 1, 2, 3
-HATCHES = ["", "//", "..", "xx"]  # the same for print, rank by rank
 
 COMPUTE = "#56B4E9"  # forward, backward, optimizer step
 COMMUNICATE = "#D55E00"  # a collective, or data on the wire
 WAIT = "#BFBFBF"  # waiting for another rank, or for data
-LOAD = "#F0E442"  # reading and preparing data
-REFERENCE = "#000000"  # one process, the ideal, the whole batch: what is right
-BROKEN = "#A50026"  # what is wrong: a result or a run with a mistake in it
-VARIANTS = ["#882255", "#999933", "#CC6677"]  # whole runs with other settings than the reference
 
 MEMORY = {
     "weights": "#332288",

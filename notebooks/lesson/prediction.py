@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .cost_model import fit_link
 
-SIZES = [2**k for k in range(10, 26)]  # bytes, as in chapter 08
+SIZES = [2**k for k in range(10, 26)]  # bytes
 
 
 def time_all_reduces(sizes: Sequence[int]) -> dict[float, float]:

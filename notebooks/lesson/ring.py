@@ -1,13 +1,9 @@
-"""Simulated ranks that send each other chunks of numbers, and a drawing of how many they sent."""
+"""Simulated ranks that send each other chunks of numbers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
 from torch import Tensor
-
-from .palette import COMMUNICATE, REFERENCE
 
 Holdings = list[list[list[int]]]  # by rank and chunk: whose numbers are summed there
 
@@ -102,20 +98,3 @@ def replay(ranks: SimulatedRanks) -> list[Holdings]:
             after[message.target][message.chunk] = sorted(kept + arrived)
         states.append(after)
     return states
-
-
-def draw_traffic(sent: Mapping[str, Mapping[int, float]]) -> Figure:
-    """Draw what the busiest rank sends, in vectors.
-
-    Args:
-        sent: How many vectors the busiest rank sends, by algorithm and world size.
-    """
-    figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-    for (name, by_size), style in zip(sent.items(), ("o-", "s--", "^:"), strict=False):
-        axes.plot(list(by_size), list(by_size.values()), style, color=COMMUNICATE, label=name)
-    axes.axhline(2, color=REFERENCE, linestyle=":", linewidth=1, label="2 vectors")
-    axes.set_xlabel("world size (ranks)")
-    axes.set_ylabel("sent by the busiest\nrank (vectors)")
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    return figure

@@ -1,4 +1,4 @@
-"""The real scripts in a notebook: one folded, or what changed between two, purpose by purpose."""
+"""What changed between two scripts, purpose by purpose."""
 
 import ast
 from difflib import SequenceMatcher
@@ -22,14 +22,6 @@ class Change(NamedTuple):
     def lines(self) -> list[str]:
         """Return the change as a diff shows it."""
         return [f"-{line}" for line in self.removed] + [f"+{line}" for line in self.added]
-
-
-def show_script(name: str) -> None:
-    """Show a script of the ladder, folded."""
-    text = (SCRIPTS / name).read_text()
-    title = f"scripts/{name}, {len(text.splitlines())} lines"
-    html = f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>"
-    _display({"text/html": html, "text/plain": f"{title}\n\n{text}"})
 
 
 def show_diff(old: str, new: str, *words: str) -> None:

@@ -1,80 +1,95 @@
-"""Typical wrong answers to the exercises of chapter 08, and words of the hint each must get."""
+"""Typical mistakes in the exercises of chapter 08, and words of the hint that each must get."""
 
-from lesson.ring import ring_all_reduce, through_rank_0
+import time
 
-
-def goes_round_once(parameters, world_size, backward):
-    return 4 * parameters * (world_size - 1) / world_size / backward * 8 / 1e9
-
-
-def answers_in_gigabytes(parameters, world_size, backward):
-    return 4 * parameters * 2 * (world_size - 1) / world_size / backward / 1e9
+import torch
+import torch.distributed as dist
 
 
-def counts_numbers_not_bytes(parameters, world_size, backward):
-    return parameters * 2 * (world_size - 1) / world_size / backward * 8 / 1e9
+def trains_as_if_even(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+    return len(batches)
 
 
-def sends_a_vector_to_every_rank(parameters, world_size, backward):
-    return 4 * parameters * 2 * world_size / backward * 8 / 1e9
+def stops_with_the_shortest(model, optimizer, batches):
+    number = torch.tensor(len(batches))
+    dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return trains_as_if_even(model, optimizer, batches[:number])
 
 
-def forgets_that_a_chunk_is_small(parameters, world_size, backward):
-    return 4 * parameters * 2 * (world_size - 1) / backward * 8 / 1e9
+def trains_apart(model, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        model.module(batch).mean().backward()
+        optimizer.step()
+    return len(batches)
 
 
-def sends_its_own_chunk_too(parameters, world_size, backward):
-    return 4 * parameters * 2 / backward * 8 / 1e9
+def halves_the_last(model, optimizer, batches):
+    with model.join():
+        return trains_as_if_even(model, optimizer, batches)
 
 
-def multiplies_by_the_time(parameters, world_size, backward):
-    return 4 * parameters * 2 * (world_size - 1) / world_size * backward * 8 / 1e9
+def returns_nothing(model, optimizer, batches):
+    with model.join(divide_by_initial_world_size=False):
+        trains_as_if_even(model, optimizer, batches)
 
 
-def goes_round_the_ring(ranks):
-    ring_all_reduce(ranks)
+def barrier_on_rank_0_alone(prepare):
+    if dist.get_rank() == 0:
+        prepare()
+        dist.barrier()
+    else:
+        prepare()
 
 
-def exchanges(ranks, distances, add=True):
-    world = range(ranks.world_size)
-    for distance in distances:
-        pairs = [(rank, rank ^ distance) for rank in world]
-        ranks.exchange([(*pair, chunk) for pair in pairs for chunk in world], add=add)
+def sleeps_instead(prepare):
+    time.sleep(dist.get_rank())
+    prepare()
 
 
-def keeps_the_same_partner(ranks):
-    exchanges(ranks, [1, 1, 1])
+def nobody(prepare):
+    dist.barrier()
 
 
-def replaces_what_is_there(ranks):
-    exchanges(ranks, [1, 2, 4], add=False)
+def rank_0_alone(prepare):
+    if dist.get_rank() == 0:
+        prepare()
+    dist.barrier()
 
 
-def sends_all_to_rank_0(ranks):
-    through_rank_0(ranks)
+def the_wrong_way_round(prepare):
+    if dist.get_rank() != 0:
+        prepare()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        prepare()
 
 
-def sends_all_to_all(ranks):
-    world = range(ranks.world_size)
-    pairs = [(one, other) for one in world for other in world if one != other]
-    ranks.exchange([(*pair, chunk) for pair in pairs for chunk in world], add=True)
+def prepares_twice(prepare):
+    if dist.get_rank() == 0:
+        prepare()
+    dist.barrier()
+    prepare()
 
 
 MISTAKES = {
-    "break_even_gigabits": [
-        (goes_round_once, "goes round the ring twice"),
-        (answers_in_gigabytes, "a byte has 8 bits"),
-        (counts_numbers_not_bytes, "each number takes 4 bytes"),
-        (sends_a_vector_to_every_rank, "not n or n - 1 times it"),
-        (forgets_that_a_chunk_is_small, "a rank sends only 1/n of it"),
-        (sends_its_own_chunk_too, "all chunks but one"),
-        (multiplies_by_the_time, "then divide by the time"),
+    "train_epoch": [
+        (trains_as_if_even, "does not join its all-reduce"),
+        (stops_with_the_shortest, "trained on [3, 3]"),
+        (trains_apart, "different weights"),
+        (halves_the_last, "add up to 15.0, but your steps add up to 10.5"),
+        (returns_nothing, "returned [None, None]"),
     ],
-    "doubling_all_reduce": [
-        (goes_round_the_ring, "took 14 steps"),
-        (keeps_the_same_partner, "more than once"),
-        (sends_all_to_rank_0, "receives from more than one rank"),
-        (sends_all_to_all, "sends to more than one rank"),
-        (replaces_what_is_there, "is the sum of ranks"),
+    "first_on_rank_0": [
+        (barrier_on_rank_0_alone, "that the other rank never calls"),
+        (sleeps_instead, "before rank 0 had finished"),
+        (nobody, "rank 0 never called prepare()"),
+        (rank_0_alone, "rank 1 never called prepare()"),
+        (the_wrong_way_round, "rank 0 came after it"),
+        (prepares_twice, "2x on rank 0"),
     ],
 }

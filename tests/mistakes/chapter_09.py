@@ -1,46 +1,33 @@
-"""Typical wrong answers to the exercise of chapter 09, and words of the hint each must get."""
+"""Typical wrong answers to the exercises of chapter 09, and a part of the hint for each."""
 
-from itertools import islice
+import torch.distributed as dist
 
-from torch.utils.data import get_worker_info
-
-
-def whole_stream(stream, rank, world_size):
-    yield from stream
+from ddp_ref import on_rank
 
 
-def shard_by_worker(stream, rank, world_size):
-    info = get_worker_info()
-    worker, workers = (info.id, info.num_workers) if info else (0, 1)
-    yield from islice(stream, worker, None, workers)
+def on_every_rank(work):
+    return work()
 
 
-def shard_cut_even(stream, rank, world_size):
-    info = get_worker_info()
-    worker, workers = (info.id, info.num_workers) if info else (0, 1)
-    size = len(stream) // (world_size * workers)
-    start = (rank * workers + worker) * size
-    yield from islice(stream, start, start + size)
+def under_an_if(work):
+    return work() if dist.get_rank() == 0 else None
 
 
-def shard_for_two_workers(stream, rank, world_size):
-    info = get_worker_info()
-    worker, workers = (info.id, 2) if info else (0, 1)
-    yield from islice(stream, rank * workers + worker, None, world_size * workers)
+def broadcast_by_hand(work):
+    box = [work()] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
-def shard_for_two_ranks(stream, rank, world_size):
-    info = get_worker_info()
-    worker, workers = (info.id, info.num_workers) if info else (0, 1)
-    yield from islice(stream, rank * workers + worker, None, 2 * workers)
+def without_broadcast(work):
+    return on_rank(0)(work)()
 
 
 MISTAKES = {
-    "shard": [
-        (whole_stream, "every worker of every rank yields the whole stream"),
-        (shard_for_two_workers, "with 3 workers per rank, two workers of one rank"),
-        (shard_by_worker, "so `rank` makes no difference"),
-        (shard_for_two_ranks, "but not on 3"),
-        (shard_cut_even, "with 0 workers per rank, nobody yields the items [12]"),
-    ],
+    "prepare_once": [
+        (on_every_rank, "1 on rank 0, 1 on rank 1. It should run once"),
+        (under_an_if, "rank 1 went on as if it had not"),
+        (broadcast_by_hand, "rank 1 raises RuntimeError: the error itself"),
+        (without_broadcast, "returned '10 classes', but rank 1 got None"),
+    ]
 }

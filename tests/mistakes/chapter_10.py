@@ -1,62 +1,86 @@
-"""Typical wrong answers to the exercise of chapter 10, and words of the hint each must get."""
+"""Typical wrong answers to the exercises of chapter 10, and words of the hint each must get."""
 
-import torch
 import torch.distributed as dist
 
-
-def flat(model):
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def own_verdict(model):
-    mine = flat(model)
-    other = mine.clone()
-    dist.broadcast(other, src=0)
-    return torch.equal(mine, other)
+RIGHT = {
+    "DDP": lambda n: 20,
+    "DDP, bucket view": lambda n: 16,
+    "ZeRO-1": lambda n: 8 + 8 / n,
+    "ZeRO-2": lambda n: 4 + 12 / n,
+    "FSDP2": lambda n: 16 / n,
+}
 
 
-def compare_sums(model):
-    total = flat(model).double().sum()
-    most, least = total.clone(), total.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return bool(most == least)
+def but(strategy, count):
+    """Return a function that is right for all strategies but one."""
+    return lambda name, ranks: (count if name == strategy else RIGHT[name])(ranks)
 
 
-def first_parameter_only(model):
-    most = next(model.parameters()).detach().clone()
-    least = most.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return torch.equal(most, least)
+def own_norm(shards):
+    return sum(shard.square().sum() for shard in shards).sqrt()
 
 
-def nearly_equal(model):
-    most, least = flat(model), flat(model)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return torch.allclose(most, least)
+def norm_over_ranks(shards):
+    squares = own_norm(shards).square()
+    dist.all_reduce(squares)
+    return squares.sqrt()
 
 
-def equal_by_force(model):
-    for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)
-    return own_verdict(model)
+def clip_to(norm_of):
+    """Return a function that clips by the wrong norm `norm_of(shards)`."""
+
+    def clip(shards, limit):
+        norm = norm_of(shards)
+        for shard in shards:
+            shard.mul_(min(1, limit / norm))
+        return norm
+
+    return clip
 
 
-def compare_with_the_sum(model):
-    total = flat(model)
-    dist.all_reduce(total)
-    return torch.equal(flat(model), total)
+def sum_of_norms(shards):
+    norm = own_norm(shards)
+    dist.all_reduce(norm)
+    return norm
+
+
+def makes_short_ones_longer(shards, limit):
+    norm = norm_over_ranks(shards)
+    for shard in shards:
+        shard.mul_(limit / norm)
+    return norm
+
+
+def scales_copies(shards, limit):
+    norm = norm_over_ranks(shards)
+    shards = [shard * min(1, limit / norm) for shard in shards]
+    return norm
+
+
+def scales_by_its_own_norm(shards, limit):
+    norm = norm_over_ranks(shards)
+    clip_to(own_norm)(shards, limit)
+    return norm
 
 
 MISTAKES = {
-    "replicas_equal": [
-        (own_verdict, "the ranks disagree"),
-        (compare_sums, "two weights had changed places"),
-        (first_parameter_only, "the last parameter differed"),
-        (nearly_equal, "differed in the seventh digit"),
-        (equal_by_force, "your function changed the model"),
-        (compare_with_the_sum, "returned False for equal replicas"),
+    "bytes_per_weight": [
+        (lambda name, n: RIGHT[name](1) / n, "DDP shards nothing"),
+        (but("DDP, bucket view", lambda n: 32 / n), "the number of ranks does not matter"),
+        (but("DDP", lambda n: 16), "each gradient exists twice"),
+        (but("ZeRO-1", lambda n: 4 + 12 / n), "ZeRO-1 divides only the optimizer state"),
+        (but("ZeRO-1", lambda n: 12), "divide by the argument, not by 2"),
+        (but("ZeRO-2", lambda n: 8 + 8 / n), "ZeRO-2 divides all but the weights"),
+        (but("FSDP2", lambda n: 4 + 12 / n), "FSDP2 divides all three"),
+    ],
+    "clip_shards": [
+        (clip_to(own_norm), "each rank measured its own shards"),
+        (clip_to(sum_of_norms), "it adds the ranks' norms"),
+        (clip_to(lambda shards: sum_of_norms(shards) / 2), "it averages the ranks' norms"),
+        (clip_to(lambda shards: norm_over_ranks(shards) / 2**0.5), "it averages the squares"),
+        (clip_to(lambda shards: norm_over_ranks(shards) ** 2), "returns the sum of the squares"),
+        (makes_short_ones_longer, "is at most 1"),
+        (scales_copies, "scale them in place"),
+        (scales_by_its_own_norm, "on every rank by 0.1"),
     ],
 }
