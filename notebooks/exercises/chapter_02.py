@@ -174,6 +174,6 @@ def _find_mistake(variables: list[Any], port: int) -> str | None:
 
 
 EXERCISES = {
-    "start_alike": Exercise(observe_start, judge_start, timeout=30),
+    "start_alike": Exercise(observe_start, judge_start, timeout=15),
     "environment_for": Exercise(observe_environment, judge_environment, nproc=WORLD_SIZE),
 }
