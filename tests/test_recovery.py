@@ -77,7 +77,7 @@ def test_nodes_resume_from_the_same_snapshot(tmp_path, unbroken):
         folder.mkdir()
     before = unbroken | {"epochs_run": EPOCHS - 1}
     torch.save(before, folders[0] / "snapshot.pt")
-    said = "error: the nodes see different snapshots: train in a shared folder\n"
+    said = "error: the nodes see different snapshots: train in a shared folder"
     for result in start_nodes(*folders):
         assert result.code == 1 and result.stderr.count(said) == 2, result.stderr
         assert epochs_trained(result.stdout) == [] and "RuntimeError" not in result.stderr

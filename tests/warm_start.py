@@ -46,7 +46,6 @@ from typing import Any
 from harness import FRESH
 
 PRELOADED = ("torch", "torch.distributed.run", "numpy", "sklearn.datasets", "cloudpickle", "psutil")
-PRELOADED += ("torch._dynamo",)  # the first optimizer of a process imports it, in a second
 
 # Prefixes of variables that are read only when a process starts. HANDLED: a fork imitates these.
 READ_AT_START = ("PYTHON", "TORCH_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "OPENBLAS_")
