@@ -61,9 +61,9 @@ def main(args):
     steps = args.epochs * steps_per_epoch
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
 
-    def loss_of(inputs, targets):
+    def loss_of(net, inputs, targets):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(inputs.to(device))
+            logits = net(inputs.to(device))
             return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
 
     print(f"device: {device} | steps: {steps} of {rows_per_step} rows each")
@@ -71,7 +71,7 @@ def main(args):
         model.train()
         train_loss = torch.zeros((), device=device)
         for batch, (inputs, targets) in enumerate(loader, start=1):
-            loss = loss_of(inputs, targets)
+            loss = loss_of(model, inputs, targets)
             (loss / ACCUMULATE).backward()
             train_loss += loss.detach() / len(loader)
             if batch % ACCUMULATE == 0:
@@ -84,7 +84,8 @@ def main(args):
         val_loss = torch.zeros((), device=device)
         with torch.no_grad():
             for part in val_rows.split(args.batch_size):
-                val_loss += loss_of(part[:, :-1], part[:, 1:]) * len(part) / len(val_rows)
+                part_loss = loss_of(model, part[:, :-1], part[:, 1:])
+                val_loss += part_loss * len(part) / len(val_rows)
         print(f"epoch {epoch} | train loss {train_loss:.4f} | validation loss {val_loss:.4f}")
 
     torch.save(model.state_dict(), "small_gpt.pt")

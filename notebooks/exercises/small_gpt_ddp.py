@@ -75,9 +75,9 @@ def main(args):
     steps = args.epochs * steps_per_epoch
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
 
-    def loss_of(inputs, targets):
+    def loss_of(net, inputs, targets):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            logits = model(inputs.to(device))
+            logits = net(inputs.to(device))
             return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
 
     if rank == 0:
@@ -89,7 +89,7 @@ def main(args):
         for batch, (inputs, targets) in enumerate(loader, start=1):
             last = batch % ACCUMULATE == 0
             with nullcontext() if last else model.no_sync():
-                loss = loss_of(inputs, targets)
+                loss = loss_of(model, inputs, targets)
                 (loss / ACCUMULATE).backward()
             train_loss += loss.detach() / len(loader) / world_size
             if last:
@@ -102,7 +102,8 @@ def main(args):
         val_loss = torch.zeros((), device=device)
         with torch.no_grad():
             for part in val_part.split(args.batch_size):
-                val_loss += loss_of(part[:, :-1], part[:, 1:]) * len(part) / len(val_rows)
+                part_loss = loss_of(model.module, part[:, :-1], part[:, 1:])
+                val_loss += part_loss * len(part) / len(val_rows)
         dist.all_reduce(train_loss)
         dist.all_reduce(val_loss)
         if rank == 0:

@@ -65,8 +65,10 @@ def draw_and_check(self: BatchSampler) -> Iterator[list[int]]:
         drawn += batch
         yield batch
     if torch.is_grad_enabled():  # so not in a validation
-        name = "dataset" if hasattr(self.sampler, "dataset") else "data_source"
-        check_samples_drawn_once(drawn, len(getattr(self.sampler, name)))
+        named = [getattr(self.sampler, name, None) for name in ("dataset", "data_source")]
+        data = next((data for data in named if data is not None), None)
+        assert data is not None, "draw the samples with a DistributedSampler"
+        check_samples_drawn_once(drawn, len(data))
         if epochs:
             check_epochs_differ(epochs[-1], drawn)
         epochs.append(drawn)

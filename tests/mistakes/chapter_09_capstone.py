@@ -35,11 +35,11 @@ own_loss = edited("own_loss", "        dist.all_reduce(val_loss)\n", "")
 backward_alone = edited(
     "backward_alone",
     """model.no_sync():
-                loss = loss_of(inputs, targets)
+                loss = loss_of(model, inputs, targets)
                 (loss""",
     """model.no_sync():
                 pass
-            loss = loss_of(inputs, targets)
+            loss = loss_of(model, inputs, targets)
             with nullcontext() if last else model.no_sync():
                 (loss""",
 )
