@@ -18,6 +18,7 @@ library reads when it starts (READ_AT_START), and for `Running(..., fresh=True)`
 systems other than Linux, every process starts fresh.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -46,6 +47,7 @@ from typing import Any
 from harness import FRESH
 
 PRELOADED = ("torch", "torch.distributed.run", "numpy", "sklearn.datasets", "cloudpickle", "psutil")
+PRELOADED += ("torch._dynamo",)  # a second of CPU time, for the first optimizer of a process
 
 # Prefixes of variables that are read only when a process starts. HANDLED: a fork imitates these.
 READ_AT_START = ("PYTHON", "TORCH_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "OPENBLAS_")
@@ -129,11 +131,11 @@ class Template:
     def may_start_others(self, arguments: list[str]) -> bool:
         """Return whether a process may start processes itself, so that it needs its own template.
 
-        A rank of mp.spawn and a notebook's kernel may, unless they are nested too deep. So may any
-        script or module that a test starts itself, because it may be a launcher.
+        A rank of mp.spawn, a notebook's kernel and torchrun may, unless they are too deep. So may
+        any script or module that a test starts itself, because it may be a launcher.
         """
-        text = " ".join(arguments)
-        if "spawn_main" in text or "ipykernel_launcher" in text:
+        launchers = ("spawn_main", "ipykernel_launcher", "torch.distributed.run")
+        if any(name in " ".join(arguments) for name in launchers):
             return self.depth <= 2
         return self.depth == 1 and "-c" not in arguments[:3]
 
@@ -273,6 +275,8 @@ def main() -> None:
     for name in PRELOADED:
         with suppress(ImportError):  # the test that needs the module reports it
             importlib.import_module(name)
+    # With this callback of torch._dynamo, an uncaught KeyboardInterrupt exits with 1, not with 130.
+    atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)  # type: ignore[attr-defined]
     sys.modules.pop("torch.distributed.run", None)  # `python -m` loads it again
     gc.freeze()
     connection = socket.socket(fileno=int(sys.argv[1]))

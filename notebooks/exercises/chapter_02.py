@@ -105,7 +105,7 @@ def observe_environment(environment_for: Callable[[int, int, int], Any]) -> Meet
         return Meeting(variables, others, port, None)
     os.environ.update(variables[rank])
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=5))
         cleanup_ddp()
     except dist.DistError as error:
         return Meeting(variables, others, port, str(error).splitlines()[0])
@@ -174,6 +174,6 @@ def _find_mistake(variables: list[Any], port: int) -> str | None:
 
 
 EXERCISES = {
-    "start_alike": Exercise(observe_start, judge_start, timeout=15),
+    "start_alike": Exercise(observe_start, judge_start, timeout=10),
     "environment_for": Exercise(observe_environment, judge_environment, nproc=WORLD_SIZE),
 }

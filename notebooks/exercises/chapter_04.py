@@ -48,4 +48,4 @@ def _idea(visible: int) -> str:
     return "Devices are counted from 0 on each node. Which of your three arguments is, too?"
 
 
-EXERCISES = {"device_index": Exercise(observe, judge, nproc=1)}
+EXERCISES = {"device_index": Exercise(observe, judge, nproc=0)}

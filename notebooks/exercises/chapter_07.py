@@ -143,5 +143,5 @@ def _judge_gigabits(seen):
 
 EXERCISES = {
     "assign_buckets": Exercise(_buckets, _judge_buckets),
-    "break_even_gigabits": Exercise(_ask_for_gigabits, _judge_gigabits, nproc=1),
+    "break_even_gigabits": Exercise(_ask_for_gigabits, _judge_gigabits, nproc=0),
 }

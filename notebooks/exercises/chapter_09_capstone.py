@@ -166,4 +166,4 @@ def _unequal(two: dict[str, Any], one: dict[str, Any]) -> str | None:
     return None
 
 
-EXERCISES = {"my_script": Exercise(observe, judge, nproc=1, timeout=120)}
+EXERCISES = {"my_script": Exercise(observe, judge, nproc=0)}

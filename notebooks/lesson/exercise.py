@@ -34,11 +34,11 @@ class Exercise:
     """A task for the reader.
 
     Args:
-        observe: Runs on every rank, with the reader's function, and returns what it did there.
+        observe: Gets the reader's function, and returns what it did. Runs on every rank.
         judge: Runs in the notebook, with what the ranks returned, in rank order. It returns None
             if all is right, and otherwise a hint: what the function did, and what to think about.
-        nproc: How many ranks to start.
-        timeout: Seconds after which the answer is a hint as well.
+        nproc: How many ranks to start. 0: `observe` runs in the notebook.
+        timeout: Seconds after which the ranks are ended, and the answer is a hint as well.
     """
 
     observe: Callable[[Callable[..., Any]], Any]
@@ -57,7 +57,10 @@ class Exercise:
         try:
             # What the ranks print is not shown, so that the answer is one line.
             with redirect_stdout(printed):
-                seen = run_ranks(_observed, self, function, nproc=self.nproc, timeout=limit)
+                if self.nproc == 0:
+                    seen = [_observed(self, function)]
+                else:
+                    seen = run_ranks(_observed, self, function, nproc=self.nproc, timeout=limit)
         except NotYetWritten:
             return NOT_YET
         except TimeoutError:
@@ -75,7 +78,7 @@ class Exercise:
 
 
 def _observed(exercise: Exercise, function: Callable[..., Any]) -> Any:
-    """Observe the reader's function on one rank, where a stub's NotImplemented is no result."""
+    """Observe the reader's function. The NotImplemented of a stub is no result."""
 
     def attempt(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
