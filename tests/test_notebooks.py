@@ -161,7 +161,8 @@ def test_the_capstones_diff_is_that_of_its_files():
 def test_one_switch_shows_the_gpus_to_the_chapters(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("DDP_COURSE_GPUS", "1")
-    monkeypatch.setenv("DDP_SHARE_GPUS", "0")  # and is unset afterwards
+    for name in ("DDP_SHARE_GPUS", "SBATCH_EXPORT"):
+        monkeypatch.setenv(name, "0")  # and is unset afterwards
     hide_gpus()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1" and os.environ["DDP_SHARE_GPUS"] == "1"
     monkeypatch.delenv("DDP_COURSE_GPUS")

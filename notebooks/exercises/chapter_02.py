@@ -10,8 +10,6 @@ import torch.distributed as dist
 from lesson import Exercise
 from torch import nn
 
-from ddp_ref import cleanup_ddp, initialize_ddp
-
 State = dict[str, torch.Tensor]
 NOT_SAVED = "1.table"  # a buffer that state_dict() leaves out
 
@@ -28,7 +26,7 @@ WHY = {
 
 def observe_start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
     """Return the state of a model before and after the reader's function; each rank has its own."""
-    initialize_ddp()
+    dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     for _ in range(dist.get_rank() + 1):
@@ -41,7 +39,7 @@ def observe_start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State
     start_alike(model)
     dist.barrier(after_all)
     after = _state(model)
-    cleanup_ddp()
+    dist.destroy_process_group()
     return before, after
 
 
@@ -51,12 +49,12 @@ def _state(model: nn.Module) -> State:
 
 
 def judge_start(seen: list[tuple[State, State]]) -> str | None:
-    (wanted, first), (_, other) = seen
+    (wanted, first), *others = seen
     weights = ["0.weight", "0.bias", "1.weight", "1.bias"]
     buffers = [name for name in wanted if name not in [*weights, NOT_SAVED]]
 
     def differ(one: State, names: list[str]) -> bool:
-        return not all(torch.equal(one[name], other[name]) for name in names)
+        return not all(torch.equal(one[n], other[n]) for _, other in others for n in names)
 
     if differ(first, weights):
         return (
@@ -106,7 +104,7 @@ def observe_environment(environment_for: Callable[[int, int, int], Any]) -> Meet
     os.environ.update(variables[rank])
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=5))
-        cleanup_ddp()
+        dist.destroy_process_group()
     except dist.DistError as error:
         return Meeting(variables, others, port, str(error).splitlines()[0])
     return Meeting(variables, others, port, None)
@@ -174,6 +172,6 @@ def _find_mistake(variables: list[Any], port: int) -> str | None:
 
 
 EXERCISES = {
-    "start_alike": Exercise(observe_start, judge_start, timeout=10),
+    "start_alike": Exercise(observe_start, judge_start, nproc=3, timeout=10),
     "environment_for": Exercise(observe_environment, judge_environment, nproc=WORLD_SIZE),
 }

@@ -160,7 +160,7 @@ def _note_and_reduce(lengths: list[float], bucket: dist.GradBucket) -> Future[Te
 
 
 def _run_step(clipped_step: Callable[..., None]) -> list[Step]:
-    """Take the steps of STEPS with the reader's function."""
+    """Take the steps of STEPS with the reader's function, and one with an infinite gradient."""
     rank, sent = initialize_ddp().rank, list[float]()
     model = DDP(_model(1))
     model.register_comm_hook(sent, _note_and_reduce)
@@ -180,17 +180,24 @@ def _run_step(clipped_step: Callable[..., None]) -> list[Step]:
         except AssertionError as error:  # the scaler's: it found no gradient
             raise RuntimeError("no gradient. Call backward() for each microbatch") from error
         steps.append(Step(model.module.weight.detach().clone(), list(sent)))
+    optimizer.zero_grad()
+    infinite = [(inputs * torch.inf, targets) for inputs, targets in _parts(rank, 2)]
+    clipped_step(model, optimizer, scaler, infinite, _loss_of, 10.0)
+    steps.append(Step(model.module.weight.detach().clone(), []))
     return steps
 
 
 def _judge_step(seen: list[list[Step]]) -> str | None:
-    one, two, three = (step.weights for step in seen[0])
-    if any(not torch.equal(mine.weights, its.weights) for mine, its in zip(*seen, strict=True)):
+    one, two, three, four = (step.weights for step in seen[0])
+    others = (step.weights for step in seen[1])
+    if any(
+        not torch.equal(mine, its) for mine, its in zip((one, two, three), others, strict=False)
+    ):
         return (
             "the ranks end with different weights. DDP never reduced a gradient, because every "
             "backward ran inside no_sync: the last microbatch's backward must run outside it"
         )
-    times = [len(step.sent) for step in seen[0]]
+    times = [len(step.sent) for step in seen[0][:-1]]
     if times != [1, 1, 1]:
         return (
             f"in a step of 2 microbatches DDP reduced the gradients {times[0]} times. One time is "
@@ -248,6 +255,11 @@ def _judge_step(seen: list[list[Step]]) -> str | None:
         )
     if not torch.allclose(two - three, _gradient(two, 0, 1, 2), rtol=1e-3):
         return "it is right for 2 microbatches but not for 3: take their number from len(parts)"
+    if not torch.equal(three, four):
+        return (
+            "an infinite gradient reached the weights: take the step with scaler.step(optimizer), "
+            "which skips it then"
+        )
     return None
 
 

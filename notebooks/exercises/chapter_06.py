@@ -22,7 +22,7 @@ class _Stream(IterableDataset):
         self.shard, self.rank = shard, rank
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.shard(range(ITEMS), self.rank, 2))
+        return iter(self.shard(iter(range(ITEMS)), self.rank, 2))
 
 
 def observe_shard(shard: Callable[..., Any]) -> tuple[dict[int, list[int]], list[int]]:
@@ -32,7 +32,7 @@ def observe_shard(shard: Callable[..., Any]) -> tuple[dict[int, list[int]], list
         fork = "fork" if workers else None  # a worker need not import the notebook's function
         loader = DataLoader(stream, None, num_workers=workers, multiprocessing_context=fork)
         seen[workers] = list(loader)
-    return seen, [item for rank in range(3) for item in shard(range(ITEMS), rank, 3)]
+    return seen, [item for rank in range(3) for item in shard(iter(range(ITEMS)), rank, 3)]
 
 
 def judge_shard(ranks: list[tuple[dict[int, list[int]], list[int]]]) -> str | None:

@@ -1,5 +1,6 @@
 """Chapter 09: work that one rank does for all."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -7,17 +8,15 @@ from lesson import Exercise
 
 from ddp_ref import cleanup_ddp, initialize_ddp
 
-RESULT = "10 classes"
 
-
-def observe(prepare_once: Callable[[Callable[[], str]], Any]) -> tuple[int, Any, str]:
-    """Return how often this rank did the work, its result, and what a failing one raised here."""
+def observe(prepare_once: Callable[[Callable[[], str]], Any]) -> tuple[list[str], Any, str]:
+    """Return what the work returned on this rank, its result, and what a failing one raised."""
     initialize_ddp()
-    calls: list[None] = []
+    returned: list[str] = []  # an entry for each call
 
     def work() -> str:
-        calls.append(None)
-        return RESULT
+        returned.append(f"{random.randrange(100, 1000)} classes")
+        return returned[-1]
 
     def failing_work() -> str:
         raise FileNotFoundError("no data here")
@@ -29,12 +28,13 @@ def observe(prepare_once: Callable[[Callable[[], str]], Any]) -> tuple[int, Any,
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
         raised = type(error).__name__
     cleanup_ddp()
-    return len(calls), result, raised
+    return returned, result, raised
 
 
-def judge(seen: list[tuple[int, Any, str]]) -> str | None:
-    calls, results, raised = zip(*seen, strict=True)
-    if calls != (1, 0):
+def judge(seen: list[tuple[list[str], Any, str]]) -> str | None:
+    returned, results, raised = zip(*seen, strict=True)
+    calls = [len(own) for own in returned]
+    if calls != [1, 0]:
         counts = f"{calls[0]} on rank 0, {calls[1]} on rank 1"
         return f"calls of the work: {counts}. It should run once, on rank 0"
     if raised[0] != "FileNotFoundError":
@@ -47,8 +47,8 @@ def judge(seen: list[tuple[int, Any, str]]) -> str | None:
             "the error itself has to reach every rank"
         )
     for rank, result in enumerate(results):
-        if result != RESULT:
-            return f"the work returned {RESULT!r}, but rank {rank} got {result!r}"
+        if result != returned[0][0]:
+            return f"the work returned {returned[0][0]!r}, but rank {rank} got {result!r}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Chapter 09: the reader's script passes the checks of sanity.py, and trains like one process."""
+"""Chapter 09: the reader's script passes the checks of sanity.py, and trains like the original."""
 
 import json
 import os
@@ -18,59 +18,60 @@ from lesson.exercise import ALONE
 
 RUNNER = Path(__file__).resolve().with_name("small_gpt_runner.py")
 ROOT = RUNNER.parents[2]  # for scripts/sanity.py
-LIMIT = 90  # seconds for both launches: more than the runner gives to a rank
+ORIGINAL = ROOT / "scripts/small_gpt.py"
+LIMIT = 60  # seconds for a launch: more than the runner gives to a rank
 # The training set has 96 rows: 2 epochs of 6 steps, each of 2 microbatches of 8 rows in total.
 FLAGS = ["--epochs=2", "--characters=7000"]
-# One rank needs no torchrun, only its variables.
-ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-ONE |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 Run = list[dict[str, Any]]  # what each rank of a launch did, in rank order
 
 
 def observe(my_script: Callable[[], Any]) -> tuple[Run, Run] | str:
-    """Start the script on two ranks and, with twice the batch size, on one."""
+    """Start the script on two ranks and then, with the same global batches, the original."""
     script = Path(my_script()).resolve()
     if not script.is_file():
         return f"there is no file {script.name!r} in the folder {str(script.parent)!r}"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with TemporaryDirectory() as two, TemporaryDirectory() as one:
-        launches = [
-            _start([*torchrun, str(RUNNER), two, str(script), *FLAGS, "--batch_size=4"], {}),
-            _start([str(RUNNER), one, str(script), *FLAGS, "--batch_size=8"], ONE),
-        ]
-        try:
-            with suppress(subprocess.TimeoutExpired):  # then a rank is missing below
-                for launch in launches:
-                    launch.wait(LIMIT)
-        finally:
-            for launch in launches:
-                _kill(launch)
-        two_ranks = [_read(Path(two, str(rank)), script) for rank in range(2)]
-        return two_ranks, [_read(Path(one, "0"), script)]
+        _run([*torchrun, str(RUNNER), two, str(script), *FLAGS, "--batch_size=4"])
+        run = [_read(Path(two, str(rank)), script) for rank in range(2)]
+        if _unfinished(run):
+            return run, []
+        drawn = zip(*(rank["drawn"] for rank in run), strict=True)
+        order = [_merge(*epoch) for epoch in drawn]
+        Path(one, "order.json").write_text(json.dumps(order))
+        _run([str(RUNNER), one, str(ORIGINAL), *FLAGS, "--batch_size=8"])
+        return run, [_read(Path(one, "0"), ORIGINAL)]
 
 
-def _start(arguments: list[str], variables: dict[str, str]) -> "subprocess.Popen[bytes]":
+def _merge(first: list[int], other: list[int]) -> list[int]:
+    """Return the order for batches of 8 in one process, each of two ranks' batches of 4."""
+    pairs = zip(*(torch.tensor(drawn).split(4) for drawn in (first, other)), strict=True)
+    return torch.cat([part for pair in pairs for part in pair]).tolist()
+
+
+def _run(arguments: list[str]) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    variables = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables
+    variables = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     nowhere = subprocess.DEVNULL
-    return subprocess.Popen(
+    launch = subprocess.Popen(
         [sys.executable, *arguments],
         env=os.environ | variables,
         stdin=nowhere,
         stdout=nowhere,
         stderr=nowhere,
     )
-
-
-def _kill(launch: "subprocess.Popen[bytes]") -> None:
-    """End a launch and all its processes, if it has not ended."""
-    if launch.poll() is None:
-        for process in psutil.Process(launch.pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        launch.kill()
-        launch.wait()
+    try:
+        launch.wait(LIMIT)
+    except subprocess.TimeoutExpired:  # then a rank's report is missing
+        pass
+    finally:
+        if launch.poll() is None:
+            for process in psutil.Process(launch.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            launch.kill()
+            launch.wait()
 
 
 def _read(folder: Path, script: Path) -> dict[str, Any]:
@@ -92,27 +93,23 @@ def judge(seen: list[Any]) -> str | None:
     if isinstance(seen[0], str):
         return seen[0]
     two, one = seen[0]
-    return (
-        _unfinished(two, "on two ranks")
-        or _unfinished(one, "on one rank")
-        or _not_rank_0_alone(two)
-        or _unequal(two[0], one[0])
-    )
+    return _unfinished(two) or _not_rank_0_alone(two) or _unequal(two[0], one[0])
 
 
-def _unfinished(run: Run, where: str) -> str | None:
+def _unfinished(run: Run) -> str | None:
     if failed := [rank for rank in run if rank.get("error")]:
         first = min(failed, key=lambda rank: rank["ended"])
         place = f" ({first['place']})" if first["place"] else ""
-        return f"{where}, {ALONE if 'by peer' in first['error'] else first['error']}{place}"
+        return f"{ALONE if 'by peer' in first['error'] else first['error']}{place}"
     lines = [f"rank {n} in line {rank['hangs']}" for n, rank in enumerate(run) if "hangs" in rank]
     if lines:
-        return f"{where}, your script hangs: {', '.join(lines)}"
+        return f"your script hangs: {', '.join(lines)}"
     if not all(run):
-        return f"{where}, a rank was killed"
-    if run[0]["epochs"] < 2 or not run[0]["rates"]:
-        done = f"{run[0]['epochs']} epochs from a DataLoader and takes {len(run[0]['rates'])} steps"
-        return f"{where}, your script draws {done}, but --epochs is 2"
+        return "a rank was killed"
+    epochs, steps = len(run[0]["drawn"]), len(run[0]["rates"])
+    if epochs != 2 or not steps:
+        done = f"{epochs} epochs from a DataLoader and takes {steps} steps"
+        return f"your script draws {done}, but --epochs is 2"
     return None
 
 
@@ -139,28 +136,36 @@ def _not_rank_0_alone(run: Run) -> str | None:
 
 
 def _unequal(two: dict[str, Any], one: dict[str, Any]) -> str | None:
-    """Compare two ranks with one process that has the same global batch."""
+    """Compare two ranks with the original, which has drawn the same global batches."""
     rates, right = two["rates"], one["rates"]
     if len(rates) != len(right):
-        return f"two ranks take {len(rates)} optimizer steps, but one process takes {len(right)}"
+        return f"two ranks take {len(rates)} optimizer steps, but the original takes {len(right)}"
     for step, (rate, wanted) in enumerate(zip(rates, right, strict=True), start=1):
         if abs(rate - wanted) > 1e-3 * max(right):
             return (
                 f"in step {step} of {len(right)}, the learning rate is {rate:.2g} on two ranks and "
-                f"{wanted:.2g} in one process: does the schedule count the steps of one process?"
+                f"{wanted:.2g} in the original: does the schedule count the steps of one process?"
+            )
+    for norm, wanted in zip(two["norms"], one["norms"], strict=False):
+        if not abs(norm / wanted - 1) < 0.01:
+            return (
+                f"before the clipping, the norm of the gradient is {norm:.3g}, but {wanted:.3g} in "
+                "the original: look for a wrong factor, such as in the loss"
             )
     pairs = [(two["weights"][name], weight) for name, weight in one["weights"].items()]
     off = max((weight - other).abs().max().item() for weight, other in pairs)
     if not off < 1e-3:  # the solution: 4e-6
         return (
-            f"the weights of two ranks and of one process differ by up to {off:.1g}: look for a "
-            "factor, such as in the loss, that depends on the number of ranks"
+            f"the weights of two ranks and of the original differ by up to {off:.1g}: "
+            "look for something that is missing, such as the clipping"
         )
     losses = [re.findall(r"(\w* ?loss) (\d+\.\d+|nan)", run["printed"]) for run in (two, one)]
-    for (name, loss), (_, wanted) in zip(*losses, strict=False):
+    if [name for name, _ in losses[0]] != [name for name, _ in losses[1]]:
+        return "rank 0 does not print a train loss and a validation loss for each epoch"
+    for (name, loss), (_, wanted) in zip(*losses, strict=True):
         if not abs(float(loss) - float(wanted)) < 1e-3:
             return (
-                f"rank 0 prints {name} {loss}, but one process {wanted}: sum the loss over all "
+                f"rank 0 prints {name} {loss}, but the original {wanted}: sum the loss over all "
                 "ranks, and divide by the count of all ranks"
             )
     return None

@@ -33,5 +33,6 @@ def hide_gpus() -> None:
     """
     if os.environ.get("DDP_COURSE_GPUS") == "1":
         os.environ["DDP_SHARE_GPUS"] = "1"
+        os.environ["SBATCH_EXPORT"] = "ALL,DDP_SHARE_GPUS=0"  # ranks on two nodes cannot share
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

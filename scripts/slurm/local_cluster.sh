@@ -164,6 +164,10 @@ write_config() {
     cat > "$STATE/gres.conf" << END
 Name=gpu File=$STATE/gpu[0-1]
 END
+    # A task sees no GPU that it did not ask for, as with cgroups: the hosts are one machine.
+    printf '%s\n' '#!/bin/sh' 'echo "export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:--1}"' \
+        > "$STATE/task_prolog.sh"
+    chmod +x "$STATE/task_prolog.sh"
     cat > "$STATE/slurm.conf" << END
 ClusterName=$NAME
 SlurmctldHost=controller($NET.2)
@@ -180,6 +184,7 @@ SlurmUser=root
 # Without systemd and cgroups:
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog=$STATE/task_prolog.sh
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 # salloc opens its shell on the first host of the allocation, as most clusters do.

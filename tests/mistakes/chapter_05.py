@@ -142,6 +142,14 @@ def never_scales(model, optimizer, scaler, parts, loss_of, limit):
     optimizer.step()
 
 
+def steps_without_the_scaler(model, optimizer, scaler, parts, loss_of, limit):
+    accumulate(model, scaler, parts, loss_of)
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), limit)
+    optimizer.step()
+    scaler.update()
+
+
 def forgets_update(model, optimizer, scaler, parts, loss_of, limit):
     accumulate(model, scaler, parts, loss_of)
     scaler.unscale_(optimizer)
@@ -175,6 +183,7 @@ MISTAKES = {
         (without_backward, "Call backward() for each microbatch"),
         (clips_nothing, "Nothing clipped"),
         (never_scales, "is not scaled"),
+        (steps_without_the_scaler, "scaler.step(optimizer), which skips it then"),
         (forgets_update, "called after step()"),
     ],
 }

@@ -28,6 +28,6 @@ MISTAKES = {
         (on_every_rank, "1 on rank 0, 1 on rank 1. It should run once"),
         (under_an_if, "rank 1 went on as if it had not"),
         (broadcast_by_hand, "rank 1 raises RuntimeError: the error itself"),
-        (without_broadcast, "returned '10 classes', but rank 1 got None"),
+        (without_broadcast, "classes', but rank 1 got None"),
     ]
 }

@@ -43,6 +43,8 @@ backward_alone = edited(
             with nullcontext() if last else model.no_sync():
                 (loss""",
 )
+no_clipping = edited("no_clipping", "nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "pass")
+no_losses = edited("no_losses", "validation loss {val_loss:.4f}", "")
 divided_twice = edited("divided_twice", "(loss / ACCUMULATE)", "(loss / ACCUMULATE / world_size)")
 
 MISTAKES = {
@@ -54,6 +56,8 @@ MISTAKES = {
         (prints_everywhere, "rank 1 prints 'epoch 0"),
         (own_loss, "rank 0 prints validation loss"),
         (backward_alone, "DDP reduces 2 microbatches per step"),
-        (divided_twice, "the weights of two ranks and of one process differ"),
+        (divided_twice, "look for a wrong factor, such as in the loss"),
+        (no_clipping, "look for something that is missing, such as the clipping"),
+        (no_losses, "does not print a train loss and a validation loss"),
     ]
 }
