@@ -4,7 +4,7 @@ A `python` fence runs in the page's own interpreter. The fence after it shows wh
 that is a `text` fence, or a `console` fence without a command. In a `console` fence, the lines that
 begin with "$ " run in one session of bash, and each is followed by what it prints. A fence that
 begins with a file's name in a comment, such as `# train.py`, is written to that file. In an output,
-"..." stands for anything. A fence that cannot run has a row in docs/not-executed.md. Directives of
+"..." stands for anything. A fence that cannot run has a row in tests/not_executed.md. Directives of
 the site are skipped, because building the site runs them.
 """
 
@@ -22,7 +22,7 @@ from sybil import Document, Example, Region
 from sybil.example import SybilFailure
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
-NOT_EXECUTED = ROOT / "docs" / "not-executed.md"
+NOT_EXECUTED = ROOT / "tests" / "not_executed.md"
 LEXER = RawFencedCodeBlockLexer(re.compile(r"(?P<language>[^\n]*)\n"))
 FILE_NAME = re.compile(r"# ([\w./-]+\.\w+)\n")
 ROW = re.compile(

@@ -108,7 +108,7 @@ def test_a_chapter_begins_and_ends_like_all_others(name):
     assert [row.split("|")[1].strip() for row in rows[1].splitlines()] == CARD
     remember = re.search(r"^## Three things to remember\n\n((?:.+\n?)+)", text, re.M)
     assert re.findall(r"^(\d)\. ", remember[1], re.M) == ["1", "2", "3"]
-    for page in ("../docs/cheat-sheet.md", "../docs/glossary.md"):
+    for page in ("../docs/cheat-sheet.md", "../docs/cheat-sheet.md#glossary"):
         assert f"({page})" in text
     following = NAMES[NAMES.index(name) + 1 :][:1]
     assert all(f"Next: [{other[:2]}" in text and f"({other}.ipynb)" in text for other in following)

@@ -1,4 +1,4 @@
-"""The pages "Port your code", "Your own loop" and "Log" show the clients' code as it is."""
+"""Three pages under docs/how-to show the clients' code as it is."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ import pytest
 from harness import FRESH, ROOT, run
 
 CLIENTS = ROOT / "tests" / "clients"
-PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("port", "your-own-loop", "log")]
+PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("port", "your-own-loop", "handler")]
 FENCE = re.compile(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
