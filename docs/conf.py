@@ -39,39 +39,28 @@ ROOT = Path(__file__).parent.parent
 CHAPTERS = [f"notebooks/{path.stem}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
 HOW_TO = [
     "docs/how-to/launch",
-    "docs/how-to/notebook",
-    "docs/how-to/containers",
     "docs/slurm",
-    "docs/how-to/kaggle",
     "docs/how-to/convert",
-    "docs/how-to/port",
+    "docs/how-to/handler",
     "docs/how-to/your-own-loop",
+    "docs/how-to/port",
     "docs/how-to/copy",
-    "docs/how-to/resume",
-    "docs/how-to/evaluate",
-    "docs/how-to/log",
-    "docs/how-to/syncbatchnorm",
-    "docs/how-to/compile",
-    "docs/how-to/average",
-    "docs/how-to/async-checkpoint",
 ]  # in the order of the README
 LOOK_UP = [
     "docs/cheat-sheet",
-    "docs/glossary",
-    "docs/plan",
-    "docs/gpu",
-    "tests/fakegpu/README",
     "docs/troubleshooting",
     "docs/nccl-hangs",
-    "docs/scripts",
+    "docs/gpu",
     "docs/reference",
-    "docs/platforms",
-    "docs/tutorial-mistakes",
+    "docs/plan",
     "docs/differences",
-    "docs/fault-drill",
+]
+EVIDENCE = [
+    "docs/evidence",
     "docs/benchmarks",
     "docs/growth",
-    "docs/not-executed",
+    "docs/fault-drill",
+    "tests/fakegpu/README",
     "CONTRIBUTING",
 ]
 CAPTIONS = {
@@ -79,6 +68,7 @@ CAPTIONS = {
     "The chapters": CHAPTERS,
     "How to": HOW_TO,
     "To look up": LOOK_UP,
+    "Evidence": EVIDENCE,
 }
 
 
@@ -95,10 +85,11 @@ def add_front_page(app, pagename, templatename, context, doctree):
     context["master_doc"] = "index"
     if pagename == "index":
         context["repository"] = os.environ.get("GITHUB_REPOSITORY", "OWNER/REPO")
-        titles = {page: app.env.titles[page].astext() for page in [*CHAPTERS, *HOW_TO, *LOOK_UP]}
+        titles = {page: title.astext() for page, title in app.env.titles.items()}
         context["chapters"] = [(titles[page], page, question_of(page)) for page in CHAPTERS]
         context["how_to"] = [(titles[page], page) for page in HOW_TO]
         context["look_up"] = [(titles[page], page) for page in LOOK_UP]
+        context["evidence"] = [(titles[page], page) for page in EVIDENCE]
 
 
 def question_of(chapter):
