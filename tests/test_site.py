@@ -131,7 +131,7 @@ def test_the_reference_describes_every_handler_attribute_that_the_pages_use(site
     used = {
         name
         for page in pages
-        for name in re.findall(r"\bhandler\.(?!py\b)([a-z]\w*)", page.read_text())
+        for name in re.findall(r"\bhandler\.(?!(?:py|md)\b)([a-z]\w*)", page.read_text())
     }
     reference = (site[2] / "docs" / "reference.html").read_text()
     named = re.findall(r'id="ddp_ref\.Handler\.(\w+)"', reference)
