@@ -33,6 +33,7 @@ import site
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -372,6 +373,7 @@ def become(start: Start, paths: list[str]) -> None:
     added = [path for path in start.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(Path(start.folder, path)) for path in added] + paths
     importlib.invalidate_caches()
+    tempfile.tempdir = None  # torch._dynamo has asked for it; TMPDIR may be another one here
     _reseed()
     _set_threads()
 
