@@ -55,10 +55,10 @@ def interrupted(worker: str) -> None:
     on_rank(int(worker))(lambda: [Path(f"waits{RANK}").touch(), time.sleep(60)])()
 
 
-def slow(how: str, worker: str) -> None:
-    """The work takes longer than the group's timeout. It may hold the GIL all that time."""
-    sleep = {"sleeps": time.sleep, "holds the lock": ctypes.PyDLL(None).sleep}[how]  # type: ignore
-    report(on_rank(int(worker), broadcast=True)(lambda: sleep(8) or how))
+def slow() -> None:
+    """The work takes longer than the group's timeout, and holds the GIL all that time."""
+    sleep = ctypes.PyDLL(None).sleep  # type: ignore
+    report(on_rank(1, broadcast=True)(lambda: sleep(8) or "done"))
     report(usable)
 
 

@@ -63,7 +63,7 @@ MUTATIONS = (
         "checksum-ignored",
         "A checkpoint with a flipped bit in a tensor is loaded.",
         "training/checkpoint.py",
-        'raise RuntimeError(f"wrong checksum of {changed}")',
+        'raise RuntimeError(f"wrong flag or checksum of {directories or changed}")',
         "pass",
         "test_checkpoint.py",
         "flipped",

@@ -21,9 +21,7 @@ SCRIPT = "adoption_checks.py"
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
 # Fresh, because torch's profiler hangs in a forked process if torch was built for CUDA.
-@pytest.mark.parametrize(
-    "launch", [on_ranks(SCRIPT, 2, fresh=True, full=True), on_ranks(SCRIPT, 3, fresh=True)]
-)
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 
@@ -77,9 +75,7 @@ def test_errors_seen_while_porting_projects_are_one_line(options, error, text):
     ("options", "text"),
     [
         ({"count": lambda batch: -1}, r"count\(batch\) must be .* at least 0, not -1"),
-        ({"count": lambda batch: math.nan}, r"count\(batch\) must be .* at least 0, not nan"),
         ({"count": lambda batch: torch.ones(2).int()}, r"count\(batch\) must be .* not tensor"),
-        ({"forward": lambda model, batch: model(batch[0])}, "outputs, targets.*, not a Tensor"),
         ({"forward": lambda model, batch: {"a": 1, "b": 2}}, "outputs, targets.*, not a dict"),
     ],
 )
@@ -101,7 +97,6 @@ class Batch:
         ([torch.ones(5, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets with two parts
         ((torch.ones(8, 2), torch.ones(2, 20), torch.ones(8)), 8),  # features, edges, labels
         ((torch.ones(3, 2), torch.ones(())), 3),
-        ((torch.ones(3, 2), ["a", "b", "c"]), 3),
         (Batch(), 7),
         ((Batch(), None), 7),
         ({"text": "abc", "ids": torch.ones(4, 9), "mask": torch.ones(2)}, 4),
@@ -114,11 +109,10 @@ def test_how_many_samples_a_batch_has(batch, count):
 @pytest.mark.parametrize(
     ("collate", "count"),
     [
-        (lambda rows: [torch.stack(part, 1) for part in zip(*rows, strict=True)], 3),  # time first
         (lambda rows: (torch.ones(4, 3), [torch.ones(9, 4) for _ in rows]), 9),  # boxes of images
         (lambda rows: [torch.stack(part) for part in zip(*rows[1:], strict=True)], 3),
     ],
-    ids=["time-major", "detection", "drops a row"],
+    ids=["detection", "drops a row"],
 )
 def test_a_count_that_is_not_the_number_of_items_asks_for_count(collate, count):
     points = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 3))
@@ -141,6 +135,9 @@ def test_more_errors_that_the_constructor_gives_in_one_line():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, mode="max")
     with pytest.raises(ValueError, match=r"would get a loss: pass \(scheduler, \"val_accuracy\"\)"):
         Handler(embedding, sgd, loss, scheduler=plateau)
+    other = torch.optim.SGD([*embedding.parameters(), nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="1 of the optimizer's 2 parameters are not the model's"):
+        Handler(embedding, other, loss)
 
     class ZeroRedundancyOptimizer(torch.optim.SGD):
         pass
@@ -265,72 +262,38 @@ def test_a_run_saved_after_an_epochs_last_step_goes_on(tmp_path):
     assert handler.history == whole.history
 
 
-def test_a_callback_may_load(tmp_path):
-    class Loads(adoption_checks.Callback):
-        def on_train_start(self):
-            self.handler.load(path)
-
-    path = tmp_path / "a.pt"
-    saved = job(12, 4)
-    saved.train(1)
-    saved.save(path)
-    handler = job(12, 4, callbacks=[Loads()])
-    handler.train(2)
-    assert handler.epoch == 2 and handler.train_losses[0] == saved.train_losses[0]
-
-
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}])
-def test_a_data_set_gets_the_epoch(options):
+def test_a_data_set_gets_the_epoch_also_in_a_persistent_worker():
     class Own(Points):
         def set_epoch(self, epoch):
             self.targets = torch.full((4,), epoch)
 
     epochs = []
     handler = job(count=lambda batch: epochs.extend(batch[1].tolist()) or 2)
-    handler.set_train_loader(Own(4), 2, **options)
+    handler.set_train_loader(Own(4), 2, num_workers=1, persistent_workers=True)
     handler.train(2)
     assert epochs == [0, 0, 0, 0, 1, 1, 1, 1]
     del handler
     gc.collect()  # ends the worker
 
 
-def test_a_stream_gets_the_epoch():
-    epochs = []
-
-    class Stream(torch.utils.data.IterableDataset):
-        def set_epoch(self, epoch):
-            epochs.append(epoch)
-
-        def __iter__(self):
-            return iter([*Points(4)])
-
-    handler = job()
-    handler.set_train_loader(Stream(), 2, steps_per_epoch=2)
-    handler.train(3)
-    assert epochs == [0, 1, 2]
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_a_metric_object_at_another_world_size_covers_the_rest_of_the_epoch(tmp_path, last):
+def test_a_metric_object_at_another_world_size_covers_the_rest_of_the_epoch(tmp_path):
     """There is a warning. The value is NaN if no step of the epoch is left."""
-    path, steps = str(tmp_path / "a.pt"), 4
+
+    class Saves(adoption_checks.Callback):
+        def on_step_end(self):
+            self.handler.save(tmp_path / f"{self.handler.step}.pt")
 
     def save():
-        class Saves(adoption_checks.Callback):
-            def on_step_end(self):
-                if self.handler.step == (steps if last else 1):
-                    self.handler.save(path)
-
-        metrics = {"f1": adoption_checks.F1()}
-        job(16, 2, metrics=metrics, callbacks=[Saves()]).train(1)
+        job(16, 2, metrics={"f1": adoption_checks.F1()}, callbacks=[Saves()]).train(1)
 
     run_ranks(save, nproc=2)
-    handler = job(16, 2, metrics={"f1": Lists()})
-    with pytest.warns(UserWarning, match="were saved by other ranks, .* resume: f1"):
-        handler.load(path)
-    handler.train(1)
-    (value,) = handler.train_metrics["f1"]
-    assert math.isnan(value) == last and handler.train_losses[0] > 0
+    for step in (1, 4):
+        handler = job(16, 2, metrics={"f1": Lists()})
+        with pytest.warns(UserWarning, match="were saved by other ranks, .* resume: f1"):
+            handler.load(tmp_path / f"{step}.pt")
+        handler.train(1)
+        (value,) = handler.train_metrics["f1"]
+        assert math.isnan(value) == (step == 4) and handler.train_losses[0] > 0
 
 
 class Lists(adoption_checks.F1):
@@ -370,6 +333,8 @@ def test_outputs_keep_their_class():
         assert move(value, torch.device("cpu")).logits is logits
 
 
-def test_the_error_for_a_batch_without_a_length_says_what_to_do():
+def test_the_error_for_a_batch_without_a_length_or_without_samples_says_what_to_do():
     with pytest.raises(ValueError, match=r"batch of type int has: pass count= .* a collate_fn"):
         samples_in(3)
+    with pytest.raises(ValueError, match="a batch has no samples: make the collate_fn keep"):
+        samples_in((torch.ones(0, 4), torch.ones(0)))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run
-from hypothesis import given, settings, strategies as st
+from harness import Evil, run
+from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
 from ddp_ref import initialize_ddp, run_ranks
@@ -42,12 +42,6 @@ def test_a_written_state_is_read_back(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
 
 
-def test_torch_load_reads_a_checkpoint(tmp_path):
-    checkpoint.write(tmp_path / "a.pt", STATE)
-    for mmap in (False, True):
-        assert equal(torch.load(tmp_path / "a.pt", weights_only=True, mmap=mmap), STATE)
-
-
 def test_a_link_stays_a_link(tmp_path):
     target, link = tmp_path / "target.pt", tmp_path / "link.pt"
     link.symlink_to(target)
@@ -64,6 +58,7 @@ def written(tmp_path_factory):
 
 @settings(max_examples=300)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@example(place=0.8732644222687435, bit=4)  # makes the tensor's entry a directory
 def test_a_flipped_bit_is_noticed_or_harmless(written, tmp_path_factory, place, bit):
     content = bytearray(written)
     content[int(place * len(content))] ^= 1 << bit
@@ -92,17 +87,12 @@ def test_a_damaged_plain_torch_save_is_never_taken_for_a_failing_disk(tmp_path):
         assert equal(state, STATE)
 
 
-class Attack:
-    def __reduce__(self):
-        return os.system, ("touch attacked",)
-
-
 @pytest.mark.parametrize("legacy", [False, True])
-def test_no_code_of_a_file_is_run(tmp_path, monkeypatch, legacy):
-    monkeypatch.chdir(tmp_path)
-    torch.save({"model": Attack()}, "a.pt", _use_new_zipfile_serialization=not legacy)
+def test_no_code_of_a_file_is_run(tmp_path, legacy):
+    path, state = tmp_path / "a.pt", {"model": Evil(tmp_path / "attacked")}
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
     with pytest.raises(DamagedCheckpoint, match="not a complete checkpoint"):
-        checkpoint.read("a.pt")
+        checkpoint.read(path)
     assert not (tmp_path / "attacked").exists()
 
 
@@ -270,8 +260,7 @@ def test_each_rank_reads_the_file_or_gets_its_bytes(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("hidden", [False, True])
-def test_loading_needs_little_more_memory_than_the_file(tmp_path, hidden):
+def test_loading_needs_little_more_memory_than_the_file(tmp_path):
     """Rank 0 of four needs memory for the tensors and for the one part that it is sending."""
     size = 200 * 2**20
     checkpoint.write(tmp_path / "step_1.pt", {"w": torch.ones(size // 4)})
@@ -284,7 +273,7 @@ def test_loading_needs_little_more_memory_than_the_file(tmp_path, hidden):
         rank, read = initialize_ddp(backend="gloo").rank, checkpoint._read
 
         def own_read(path):
-            if hidden and rank:
+            if rank:
                 raise FileNotFoundError(path)
             return read(path)
 
@@ -306,22 +295,21 @@ class Inner(nn.Module):
         self.module = nn.Linear(2, 3)
 
 
-@pytest.mark.parametrize("kind", [lambda: nn.Linear(2, 3), Inner])
-def test_wrapped_compiled_and_plain_models_load_each_others_weights(kind):
+def test_wrapped_compiled_and_plain_models_load_each_others_weights():
     def work():
         initialize_ddp(use_distributed=True)
         ddp = torch.nn.parallel.DistributedDataParallel
         wrappers = [lambda m: m, ddp, torch.compile, lambda m: torch.compile(ddp(m))]
         wrappers.append(lambda m: ddp(torch.compile(m)))
-        expected = {name: torch.rand(value.shape) for name, value in kind().state_dict().items()}
+        expected = {name: torch.rand(value.shape) for name, value in Inner().state_dict().items()}
         for save in wrappers:
-            source = save(kind())
+            source = save(Inner())
             checkpoint.load_weights(source, expected)
             plain = checkpoint.weights(source)
             assert plain.keys() == expected.keys()
             for load in wrappers:
                 for state in (plain, source.state_dict()):  # ours, and what a plain torch.save has
-                    target = load(kind())
+                    target = load(Inner())
                     checkpoint.load_weights(target, state)
                     loaded = checkpoint.weights(target)
                     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
@@ -343,18 +331,13 @@ def test_a_mask_of_a_module_that_is_used_twice_may_be_infinite():
     checkpoint.check_finite(nn.Sequential(shared, shared))
 
 
-FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "float8_e4m3fn", "float8_e5m2"]
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_a_weight_that_is_not_finite_is_found_wherever_it_is(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
+def test_a_weight_that_is_not_finite_is_found_in_every_kind_of_numbers(dtype):
     model = nn.Module()
-    for position in range(70):  # in the loop's vectorized part, and in its remainder
-        values = torch.zeros(70)
-        values[position] = math.nan
-        model.weight = nn.Parameter(values.to(getattr(torch, dtype)), requires_grad=False)
-        with pytest.raises(FloatingPointError, match="weight is not finite"):
-            checkpoint.check_finite(model)
+    values = torch.tensor([0, 0, math.nan, 0]).to(dtype)
+    model.weight = nn.Parameter(values, requires_grad=False)
+    with pytest.raises(FloatingPointError, match="weight is not finite"):
+        checkpoint.check_finite(model)
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])

@@ -21,9 +21,7 @@ SCRIPT = "collectives_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize(
-    "launch", [on_ranks(SCRIPT, world, fresh=True, full=world == 2) for world in (2, 3)]
-)
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 

@@ -92,14 +92,7 @@ END = "cleanup_ddp()\nassert not any(name.startswith('ddp_ref') for name in sys.
     ("kept", "script"),
     [
         pytest.param([], RANK + END, id="core"),
-        pytest.param(["workers"], RANK + END, id="workers", marks=pytest.mark.full),
         pytest.param(["handler.py", "training"], RANK + TRAIN + END, id="training"),
-        pytest.param(
-            ["handler.py", "training", "workers"],
-            RANK + TRAIN + END,
-            id="without extras",
-            marks=pytest.mark.full,
-        ),
     ],
 )
 def test_the_core_works_with_any_of_the_folders(tmp_path, kept, script):
@@ -119,12 +112,6 @@ def test_the_core_works_with_any_of_the_folders(tmp_path, kept, script):
     env = {"PYTHONPATH": str(tmp_path)}
     result = run(*torchrun(2, tmp_path / "train.py"), cwd=tmp_path, env=env)
     assert result.code == 0, result.stdout + result.stderr
-    if "workers" in kept:
-        text = (
-            "from mylib.ddp import run_ranks; print(run_ranks(lambda: __import__('os').getpid()))"
-        )
-        result = run(sys.executable, "-c", text, cwd=tmp_path, env=env)
-        assert result.code == 0 and len(set(ast.literal_eval(result.stdout))) == 2, result.stderr
 
 
 def file_of(statement):

@@ -7,12 +7,10 @@ from lesson.cost_model import (
     STRATEGIES,
     Link,
     all_reduce_seconds,
-    backward_seconds,
     break_even_bandwidth,
     bucket_count,
     bucket_span,
     bucketed_all_reduce_seconds,
-    bus_bandwidth,
     bytes_per_parameter,
     bytes_per_second,
     bytes_sent,
@@ -27,42 +25,13 @@ from lesson.cost_model import (
 from lesson.ring import SimulatedRanks, ring_all_reduce
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8, 16])
+@pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_the_ring_sends_what_the_formula_says(world_size):
     ranks = SimulatedRanks(torch.ones(world_size, 16 * world_size))
     ring_all_reduce(ranks)
     payload = ranks.vectors[0].nbytes
     assert ranks.bytes_sent() == [bytes_sent(payload, world_size)] * world_size
     assert ranks.steps == ring_steps(world_size)
-
-
-def test_one_rank_sends_nothing():
-    assert bytes_sent(100, 1) == 0
-    assert all_reduce_seconds(100, 1, bandwidth=1.0, latency=0.5) == 0.5
-
-
-def test_the_worked_example():
-    """100 million fp32 parameters, 8 ranks, 25 gigabits per second."""
-    payload = gradient_bytes(100e6)
-    assert payload == 400e6
-    assert bytes_per_second(25) == 3.125e9
-    seconds = all_reduce_seconds(payload, 8, bytes_per_second(25))
-    assert seconds == pytest.approx(0.224)  # 700 MB at 3.125 GB/s
-    assert bus_bandwidth(payload, 8, seconds) == pytest.approx(bytes_per_second(25))
-    assert break_even_bandwidth(payload, 8, seconds) == pytest.approx(bytes_per_second(25))
-
-
-def test_bf16_halves_the_bytes():
-    assert gradient_bytes(100e6, 2) == gradient_bytes(100e6) / 2
-
-
-def test_the_latency_is_added_once():
-    fast = all_reduce_seconds(1e6, 4, bandwidth=1e9)
-    assert all_reduce_seconds(1e6, 4, bandwidth=1e9, latency=0.25) == pytest.approx(fast + 0.25)
-
-
-def test_backward_takes_four_operations_for_each_parameter_and_sample():
-    assert backward_seconds(10, 3, operations_per_second=60) == 2
 
 
 def simulate(all_reduce, backward, buckets):
@@ -118,13 +87,18 @@ def test_each_bucket_pays_the_latency():
 
 
 def test_a_step_of_the_worked_example():
-    """16 buckets on 8 ranks at 25 gigabits per second: backward hides 15 of its 16 milliseconds."""
-    step = predict_step(0.008, 0.016, 400e6, 25e6, 8, bytes_per_second(25))
+    """100 million fp32 parameters in 16 buckets on 8 ranks at 25 gigabits per second.
+
+    Backward hides 15 of its 16 milliseconds.
+    """
+    payload, bandwidth = gradient_bytes(100e6), bytes_per_second(25)
+    step = predict_step(0.008, 0.016, payload, 25e6, 8, bandwidth)
     assert step.buckets == 16
     assert step.all_reduce == pytest.approx(0.224)
     assert step.exposed == pytest.approx(0.224 - 0.015)
     assert step.seconds == pytest.approx(0.008 + 0.016 + 0.209)
     assert step.efficiency == pytest.approx(0.024 / 0.233)
+    assert break_even_bandwidth(payload, 8, 0.224) == pytest.approx(bandwidth)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 64])

@@ -30,13 +30,6 @@ from torch.utils.data import (
 from ddp_ref.training.data import TrainBatches, eval_loader, train_loader
 from ddp_ref.training.samplers import TrainSampler, _rows as rows
 
-CPU = torch.device("cpu")
-
-
-def batches(loader, *, rank=0, seed=0):
-    return TrainBatches(loader, None, seed=seed, rank=rank, world_size=1)
-
-
 SIZES = st.integers(1, 40)
 WORLDS = st.integers(1, 6)
 
@@ -142,7 +135,6 @@ def can_index(data):
         images(),
         Subset(images(), [4, -1, 2]),
         Subset(Subset(images(), range(3, 9)), torch.tensor([5, 0, -2, 1])),
-        Subset(images(), np.array([7, 7, 1])),
         Subset(images(), np.array([3, 0, 1], np.uint8)),
         TensorDataset(torch.arange(5).to(torch.uint16), torch.eye(5).to(torch.float8_e4m3fn)),
     ],
@@ -263,50 +255,9 @@ def test_a_callers_own_sampler_is_used_if_it_is_rank_aware():
     with pytest.raises(ValueError, match=r"RandomSampler is \(None, None\): use a Dist"):
         train_loader(range(6), 2, rank=0, world_size=2, sampler=unsharded)
     assert train_loader(range(6), 2, rank=0, world_size=1, sampler=unsharded).sampler is unsharded
-
-
-class ShardsAnother(DistributedSampler):
-    """A sampler that is rank-aware itself, around one that is not, as Catalyst's wrapper is."""
-
-    def __init__(self, sampler, world_size, rank):
-        super().__init__(list(sampler), world_size, rank, shuffle=False)
-        self.sampler = sampler
-
-
-def test_a_rank_aware_sampler_may_contain_one_that_is_not():
-    sampler = ShardsAnother(RandomSampler(range(6)), 2, 1)
-    loader = train_loader(range(6), 2, rank=1, world_size=2, sampler=sampler)
-    assert loader.sampler is sampler and len(list(loader)) == 2
-
-
-@pytest.mark.parametrize("make", [train_loader, eval_loader])
-def test_an_option_that_would_mix_up_the_order_is_refused(make):
-    with pytest.raises(ValueError, match="in_order=False would mix up the order of the samples"):
-        make(range(6), 2, rank=0, world_size=1, num_workers=1, in_order=False)
-
-
-def test_a_stream_that_cannot_be_shuffled_is_not_shuffled_in_silence():
-    with pytest.raises(ValueError, match="expected unspecified shuffle option"):
-        train_loader(Stream(), 2, rank=0, world_size=1, shuffle=True)
-
-
-class Draw(IterableDataset):
-    def __iter__(self):
-        return iter([torch.rand(()).item()])
-
-
-def test_the_workers_of_a_stream_draw_different_numbers_on_each_rank_and_with_each_seed():
-    def drawn(rank, seed):
-        loader = train_loader(Draw(), 1, rank=rank, world_size=2, seed=seed, num_workers=1)
-        return next(iter(loader)).item()
-
-    assert len({drawn(0, 0), drawn(1, 0), drawn(0, 7)}) == 3
-    assert drawn(1, 7) == drawn(1, 7)
-
-
-def test_a_stream_on_one_rank_is_read_to_its_end():
-    loader = train_loader(Stream(), 3, rank=0, world_size=1)
-    assert [x.tolist() for x in loader] == [[0, 1, 2], [3, 4]]
+    sharded.sampler = unsharded  # as in a wrapper that is rank-aware itself, such as Catalyst's
+    loader = train_loader(range(6), 2, rank=1, world_size=2, sampler=sharded)
+    assert loader.sampler is sharded and len(list(loader)) == 2
 
 
 @pytest.mark.parametrize(
@@ -315,19 +266,15 @@ def test_a_stream_on_one_rank_is_read_to_its_end():
         (train_loader, [], 1, {}, "the training set is empty"),
         (train_loader, Unsized(), 1, {}, "add __len__ to Unsized"),
         (train_loader, range(3), 0, {}, "batch_size must be an integer of at least 1, not 0"),
-        (train_loader, range(3), 1.5, {}, "not 1.5"),
         (train_loader, DataLoader(range(3)), 0, {}, "at least 1, not 0"),
         (eval_loader, range(3), True, {}, "not True"),
         (eval_loader, Unsized(), 1, {}, "add __len__ to Unsized"),
         (eval_loader, Stream(), 1, {}, "an IterableDataset cannot be evaluated"),
         (eval_loader, range(3), 1, {"shuffle": True}, "leave out shuffle"),
-        (eval_loader, range(3), 1, {"drop_last": True}, "leave out drop_last"),
         (eval_loader, range(3), 1, {"sampler": range(2)}, "leave out sampler"),
-        *[
-            (eval_loader, DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), size, {}, text)
-            for size in (None, 8)
-            for text in ["each item once, but a list may not: pass a Subset"]
-        ],
+        (eval_loader, DataLoader(range(2), batch_sampler=[[0, 1]]), 8, {}, "but a list may not"),
+        (train_loader, range(3), 1, {"in_order": False}, "in_order=False would mix up the order"),
+        (train_loader, Stream(), 1, {"shuffle": True}, "expected unspecified shuffle option"),
     ],
 )
 def test_what_cannot_be_loaded_exactly_is_rejected(loader, dataset, batch_size, options, text):
@@ -335,8 +282,7 @@ def test_what_cannot_be_loaded_exactly_is_rejected(loader, dataset, batch_size, 
         loader(dataset, batch_size, rank=0, world_size=1, **options)
 
 
-@pytest.mark.parametrize("make", [train_loader, eval_loader])
-def test_an_existing_loader_with_workers_may_be_used_without_them(make):
+def test_an_existing_loader_with_workers_may_be_used_without_them():
     existing = DataLoader(
         range(6),
         4,
@@ -346,9 +292,9 @@ def test_an_existing_loader_with_workers_may_be_used_without_them(make):
         persistent_workers=True,
         multiprocessing_context="fork",
     )
-    loader = make(existing, num_workers=0, rank=0, world_size=1)
+    loader = train_loader(existing, num_workers=0, rank=0, world_size=1)
     assert loader.num_workers == 0 and len(list(loader)) == 2
-    kept = make(existing, num_workers=1, rank=0, world_size=1)
+    kept = train_loader(existing, num_workers=1, rank=0, world_size=1)
     assert (kept.prefetch_factor, kept.timeout, kept.persistent_workers) == (3, 5, True)
 
 
@@ -486,38 +432,27 @@ class Draws:
 
 
 def test_workers_draw_different_numbers_on_each_rank_and_epoch_with_a_callers_own_sampler():
+    """With epoch None, in a loop that does not tell the loader the epoch."""
+
     def drawn(rank, epoch, seed=0):
         sampler = DistributedSampler(range(4), 2, rank)
         loader = train_loader(
             Draws(), 2, rank=rank, world_size=2, seed=seed, sampler=sampler, num_workers=1
         )
-        batches(loader, rank=rank, seed=seed).seek(epoch, 0)
+        if epoch is not None:
+            TrainBatches(loader, None, seed=seed, rank=rank, world_size=1).seek(epoch, 0)
         return tuple(torch.cat(list(loader)).tolist())
 
-    cases = [(0, 0), (1, 0), (0, 1), (0, 0, 7)]
-    assert len({drawn(*case) for case in cases}) == 4
-    assert drawn(1, 3) == drawn(1, 3)
+    for cases in ([(0, 0), (1, 0), (0, 1), (0, 0, 7)], [(0, None), (1, None), (0, None, 7)]):
+        assert len({drawn(*case) for case in cases}) == len(cases)
+        assert drawn(*cases[1]) == drawn(*cases[1])
 
 
 def test_workers_may_be_started_by_another_thread():
     """PR_SET_PDEATHSIG would kill them when that thread ends, although the rank still runs."""
-    loaders = []
-
-    def start():
-        options = {"num_workers": 1, "persistent_workers": True}
-        loaders.append(train_loader([1.0] * 8, 2, rank=0, world_size=1, **options))
-        assert len(list(loaders[0])) == 4
-
-    def in_a_thread(work):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-
-    for _ in range(2):
-        in_a_thread(start)
-    # Made in the main thread, but started by another one.
     options = {"num_workers": 1, "persistent_workers": True}
-    loaders.append(train_loader([1.0] * 8, 2, rank=0, world_size=1, **options))
-    in_a_thread(lambda: list(loaders[-1]))
-    assert [len(list(loader)) for loader in loaders] == [4, 4, 4]
-    loaders.clear()
+    loader = train_loader([1.0] * 8, 2, rank=0, world_size=1, **options)
+    thread = threading.Thread(target=lambda: list(loader))
+    thread.start()
+    thread.join()
+    assert len(list(loader)) == 4

@@ -169,15 +169,3 @@ def test_size_of_the_shared_memory(monkeypatch, mib, level):
     shown = result(doctor._shm)
     assert shown.level == level and f"/dev/shm has {mib / 1024:.3g} GiB" in shown.text
     assert ("--shm-size" in shown.advice) == (level == "warning")
-
-
-def test_the_nccl_check_uses_all_gpus_and_its_failure_gives_advice(monkeypatch):
-    calls = []
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    monkeypatch.setattr(doctor, "_timed", lambda *call: calls.append(call) or 1 / 0)
-    failed = result(doctor._nccl)
-    assert calls == [("nccl", 4, ALONE)]
-    assert failed.level == "problem"
-    for name in ("/dev/shm", "NCCL_P2P_DISABLE=1", "NCCL_DEBUG=INFO"):
-        assert name in failed.advice

@@ -1,6 +1,5 @@
 """find_hang.py on logs and dumps, on a restart and on two nodes. drill/hangs.py makes hangs."""
 
-import json
 import pickle
 import re
 import sys
@@ -181,13 +180,3 @@ def test_two_nodes(cluster, freeze, tmp_path):
     assert (
         waiting == [0, 2, 3] and "rank 1, which stands still: freeze.py:8 in read_batch" in verdict
     )
-
-
-def test_ranks_that_all_wait_in_the_same_call(tmp_path):
-    """We cannot tell more, and say so."""
-    rank = {"job": "job", "on_host": [0, 1], "host": "a", "pid": 1, "waits_in": "barrier"}
-    lines = "".join(f"{json.dumps(rank | {'rank': number})}\n" for number in range(2))
-    (tmp_path / "ranks").write_text(lines)
-    script = f"'{sys.executable}' '{SCRIPTS / 'find_hang.py'}' - < ranks"
-    ended = run("bash", "-c", script, cwd=tmp_path)
-    assert ended.code == 1 and "no verdict: the ranks that we see (2) wait" in ended.stdout

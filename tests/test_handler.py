@@ -7,7 +7,6 @@ take the same decisions.
 import os
 import re
 import signal
-import sys
 import time
 from collections import UserDict
 from datetime import timedelta
@@ -20,7 +19,7 @@ from rank_checks import check_passes, checks, on_ranks
 from torch import nn
 from training_job import Points, accuracy, flat, job, network
 
-from ddp_ref import Callback, Checkpoint, Handler, initialize_ddp, run_ranks
+from ddp_ref import Callback, Handler, initialize_ddp, run_ranks
 from ddp_ref.training.loss_and_metrics import RunningSums
 from ddp_ref.training.model import move
 from ddp_ref.training.rank_sync import RankSync, caught_signals
@@ -31,9 +30,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize(
-    "launch", [on_ranks(SCRIPT, 2, fresh=True, full=True), on_ranks(SCRIPT, 3, fresh=True)]
-)
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 
@@ -211,20 +208,17 @@ def test_signals_are_caught_only_during_training(caplog):
 
 
 def test_weights_that_handler_did_not_save(tmp_path, caplog):
-    """A state dict, also of a model in DDP, and a snapshot."""
+    """A snapshot with the state dict of a model in DDP."""
     caplog.set_level("INFO")
     trained = job()
     trained.train(1)
-    plain = trained.model.state_dict()
-    wrapped = {f"module.{name}": value for name, value in plain.items()}
-    snapshot = {"model": wrapped, "optimizer": trained.optimizer.state_dict(), "epochs_run": 1}
-    for content in (plain, wrapped, snapshot):
-        torch.save(content, tmp_path / "a.pt")
-        handler = job()
-        handler.load(tmp_path / "a.pt")
-        assert torch.equal(flat(handler.model), flat(trained.model)) and handler.epoch == 0
-        assert caplog.messages[-1].endswith("is not from Handler.save: taking its weights only")
-        handler.train(1)
+    wrapped = {f"module.{name}": value for name, value in trained.model.state_dict().items()}
+    torch.save({"model": wrapped, "epochs_run": 1}, tmp_path / "a.pt")
+    handler = job()
+    handler.load(tmp_path / "a.pt")
+    assert torch.equal(flat(handler.model), flat(trained.model)) and handler.epoch == 0
+    assert caplog.messages[-1].endswith("is not from Handler.save: taking its weights only")
+    handler.train(1)
     torch.save({"epochs_run": 1}, tmp_path / "a.pt")
     with pytest.raises(
         ValueError, match=r"a\.pt has no weights, only the keys \['epochs_run'\]: pass"
@@ -232,7 +226,7 @@ def test_weights_that_handler_did_not_save(tmp_path, caplog):
         handler.load(tmp_path / "a.pt")
 
 
-def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog):
+def test_a_fresh_start_and_a_file_that_does_not_fit(tmp_path, caplog):
     caplog.set_level("INFO")
     handler = job()
     handler.load(tmp_path / "absent")
@@ -240,10 +234,8 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
     assert caplog.text.count("starting from scratch") == 2 and handler.step == 0
     handler.train(1)
     handler.save(tmp_path / "step_7.pt")
-    (tmp_path / "step_8.pt").write_bytes(b"no")
     handler = job()
-    with pytest.warns(UserWarning, match="trying the one before it"):
-        handler.load(tmp_path)
+    handler.load(tmp_path)
     assert (handler.epoch, handler.step) == (1, 7) and len(handler.train_losses) == 1
     handler.train(1)
     assert caplog.messages[-1] == "nothing to train: 1 of 1 epochs have ended already"
@@ -258,20 +250,15 @@ def test_a_fresh_start_a_damaged_file_and_one_that_does_not_fit(tmp_path, caplog
         job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)).load(tmp_path / "step_7.pt")
     scheduled = job(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1))
     scheduled.save(tmp_path / "scheduled.pt")
-    for other, text in [
-        (lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), "'scheduler': 'StepLR'}, not"),
-        (lambda o: (torch.optim.lr_scheduler.StepLR(o, 1), "step"), "per 'epoch', not 'step'"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            job(scheduler=other).load(tmp_path / "scheduled.pt")
+    stepping = job(scheduler=lambda o: (torch.optim.lr_scheduler.StepLR(o, 1), "step"))
+    with pytest.raises(ValueError, match="per 'epoch', not 'step'"):
+        stepping.load(tmp_path / "scheduled.pt")
     with pytest.raises(ValueError, match=r"with metrics \['accuracy'\], not \['other'\]"):
         job(metrics={"other": accuracy}).load(tmp_path / "step_7.pt")
     saved = torch.load(tmp_path / "step_7.pt") | {"format": 2}
     torch.save(saved, tmp_path / "old.pt")
     with pytest.raises(ValueError, match=r"old\.pt is from another version .* load its weights"):
         job().load(tmp_path / "old.pt")
-    with pytest.raises(FileNotFoundError):
-        job().load(tmp_path / "none.ckpt")
 
 
 @pytest.mark.parametrize(
@@ -301,29 +288,18 @@ def test_invalid_options_are_rejected(options, text):
         job(**options).train(1)
 
 
-def test_errors_say_what_is_missing():
+def test_a_batch_that_is_no_pair_is_an_error():
     handler = job()
-    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'sample'"):
-        handler.sample(1)
     handler.set_train_loader([torch.ones(4)], 1)
     with pytest.raises(ValueError, match=r"a batch must be \(inputs, targets\), not a Tensor"):
         handler.train(1)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "text"),
-    [
-        (nn.CrossEntropyLoss(reduction="none"), r"loss must be one number.* of shape \(3,\)"),
-        (lambda outputs, targets: {"a": outputs.mean()}, r"loss must be one number.* not \{'a'"),
-    ],
-)
-def test_a_loss_that_is_not_one_number_is_an_error(loss_fn, text):
+def test_a_loss_that_is_not_one_number_is_an_error():
     handler = job()
-    handler.loop.task.loss_fn = loss_fn
-    handler.set_val_loader(Points(9), 3)
-    for call in (handler.validate, lambda: handler.train(1)):
-        with pytest.raises(ValueError, match=text):
-            call()
+    handler.loop.task.loss_fn = nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(ValueError, match=r"loss must be one number.* of shape \(3,\)"):
+        handler.train(1)
 
 
 def test_a_copy_to_the_cpu_is_complete_when_move_returns():
@@ -368,33 +344,10 @@ def test_full_precision_is_kept_inside_the_callers_own_autocast():
     assert dtypes == {torch.float32}
 
 
-def test_a_metric_may_return_the_same_tensor_again():
-    calls = torch.zeros((), dtype=torch.float64)
-    metrics = {"calls": lambda outputs, targets: calls.add_(1)}
-    handler = job(8, 2, accumulate=2, metrics=metrics)
-    handler.train(1)
-    assert handler.train_metrics["calls"] == [2.5]  # the mean of 1, 2, 3 and 4
-
-
-def test_samples_seen_counts_drawn_samples_not_the_rows_made_from_them(tmp_path):
-    """4 sentences become 24 tokens. If tokens counted, the rest of the epoch would be lost."""
-    seen = []
-
-    def tokens(samples):
-        seen.extend(inputs[0].item() for inputs, _ in samples)
-        inputs = torch.stack([inputs for inputs, _ in samples]).repeat(6, 1)
-        return inputs, torch.stack([target for _, target in samples]).repeat(6)
-
-    options = {"loader": {"collate_fn": tokens}, "count": lambda batch: len(batch[1])}
-    handler = job(40, 4, callbacks=[StopsAt(2)], sync_every=1, **options)
-    handler.train(1)
+def test_an_epoch_goes_on_only_with_the_same_data_in_the_same_order(tmp_path):
+    handler = job(40, 4)
+    handler.train(1, max_steps=2)
     handler.save(tmp_path / "a.pt")
-    assert (handler.step, handler.samples_seen) == (2, 8)
-    handler = job(40, 4, **options)
-    handler.load(tmp_path / "a.pt")
-    seen.clear()
-    handler.train(1)
-    assert (handler.step, handler.epoch, len(set(seen))) == (10, 1, 32)
     for size, loader in ((39, {}), (40, {"shuffle": False})):
         handler = job(size, 4, loader=loader)
         handler.load(tmp_path / "a.pt")
@@ -467,15 +420,13 @@ job(400, 2, callbacks=[Fails(), Counts()], sync_every=10).train(1)
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_callback_that_raises_ends_its_process_at_once(tmp_path, ranks):
+def test_a_callback_that_raises_ends_its_process_at_once(tmp_path):
     """Even if the ranks sync only every ten steps. The others end when their connection closes."""
     (tmp_path / "script.py").write_text(RAISES)
-    command = [sys.executable, "script.py"] if ranks == 1 else torchrun(2, "script.py")
-    ended = run(*command, cwd=tmp_path, env=TESTS, timeout=60)
+    ended = run(*torchrun(2, "script.py"), cwd=tmp_path, env=TESTS, timeout=60)
     assert ended.code == 1 and "KeyError: 'of a callback'" in ended.stderr
     steps = [int(step) for step in re.findall(r"step (\d+)", ended.stdout)]
-    assert max(steps) == (2 if ranks == 1 else 3)  # a peer cannot finish the next all-reduce
+    assert max(steps) == 3  # a peer cannot finish the next all-reduce
 
 
 class Words(UserDict):
@@ -489,7 +440,7 @@ class Words(UserDict):
         return self["ids"]
 
 
-def test_batches_of_many_kinds():
+def test_batches_of_a_class_of_their_own_and_outputs_without_a_batch_dimension():
     class Reads(nn.Linear):
         def forward(self, words):
             return super().forward(words.ids)
@@ -498,62 +449,14 @@ def test_batches_of_many_kinds():
         inputs = torch.stack([inputs for inputs, _ in samples])
         return Words(ids=inputs), torch.stack([target for _, target in samples])
 
-    handler = job(model=Reads(4, 2), loader={"collate_fn": collate})
-    handler.train(1)
+    job(model=Reads(4, 2), loader={"collate_fn": collate}).train(1)
 
-    class Detects(nn.Linear):
+    class Squeezes(nn.Linear):
         def forward(self, inputs):
             return super().forward(inputs).squeeze()
 
-    def boxes(samples):
-        return torch.stack([i for i, _ in samples]), [{"boxes": torch.ones(9, 4)} for _ in samples]
-
-    count = {"count": lambda batch: len(batch[1])}
-    handler = job(7, 3, model=Detects(4, 1), metrics={}, loader={"collate_fn": boxes}, **count)
-    handler.loop.task.loss_fn = lambda outputs, targets: outputs.sum()
-    handler.train(1)
+    handler = job(model=Squeezes(4, 1))
     assert handler.predict(Points(7), 3).shape == (7,)  # though the last batch's output is a scalar
-
-
-def test_all_callbacks_are_called_before_a_signal_ends_training_mid_epoch(tmp_path):
-    """The signal ends training after the next summary."""
-
-    class Kills(Callback):
-        def on_step_end(self):
-            if self.handler.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    class Follows(Callback):
-        steps = ()
-
-        def on_step_end(self):
-            self.steps += (self.handler.step,)
-
-    follows = Follows()
-    callbacks = [Kills(), Checkpoint(tmp_path, every_steps=1, keep=9), follows]
-    with handler_checks.ended_by_a_signal():
-        job(callbacks=callbacks, sync_every=1).train(1)
-    assert follows.steps == (1, 2, 3, 4)
-    assert len(list(tmp_path.glob("step_*.pt"))) == 4
-
-
-def test_an_empty_batch_among_several_is_an_error():
-    batches = []
-
-    def second_empty(samples):
-        batches.append(samples)
-        inputs, targets = torch.utils.data.default_collate(samples)
-        return (inputs[:0], targets[:0]) if len(batches) == 2 else (inputs, targets)
-
-    with pytest.raises(ValueError, match="a batch has no samples"):
-        job(12, 3, accumulate=2, loader={"collate_fn": second_empty}).train(1)
-
-
-def test_parameters_that_are_not_the_models_are_refused():
-    model, loss_fn = nn.Linear(4, 2), nn.PReLU()
-    optimizer = torch.optim.SGD([*model.parameters(), *loss_fn.parameters()])
-    with pytest.raises(ValueError, match="1 of the optimizer's 3 parameters are not the model's"):
-        Handler(model, optimizer, loss_fn)
 
 
 def test_steps_that_the_scaler_skips_change_neither_weights_nor_scheduler():

@@ -52,6 +52,7 @@ BATCH = {
     "SLURM_PROCID": "0",
     "SLURM_TASKS_PER_NODE": "2(x2)",
 }
+NEEDED = "SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID, SLURM_STEP_ID"
 INTERACTIVE = BATCH | {
     "SLURM_STEP_ID": "4294967290",
     "SLURM_STEP_NODELIST": "n1",
@@ -191,27 +192,20 @@ def test_an_incomplete_set_of_variables_is_an_error(names, kept):
         ({}, {"world_size": 2}, "rank=None and world_size=2"),
         ({}, {"rank": 0, "world_size": 2, "master_addr": "a"}, "^MASTER_PORT not set"),
         (STEP, {"rank": 0, "world_size": 2}, "MASTER_ADDR, MASTER_PORT not set"),
-        ({}, {"rank": 2, "world_size": 2} | {"master_addr": "a", "master_port": 1}, "rank=2"),
         ({}, {"rank": -1, "world_size": 1}, "rank=-1"),
-        ({}, {"rank": 0, "world_size": 0}, "world_size=0"),
         ({"MASTER_PORT": "29500"}, {}, "MASTER_ADDR not set"),
         (BATCH | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, {}, "^SLURM_PROCID, SLURM_LOCALID, .* not set"),
-        (TORCHRUN | {"RANK": "x"}, {}, "RANK must be an integer, not 'x'"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, {}, f"^{NEEDED} not set"),
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, {}, "WORLD_SIZE must be an integer, not '2.0'"),
         (TORCHRUN | {"RANK": "8"}, {}, r"^rank and world_size clash .*rank=8, .*world_size=8, "),
         (TORCHRUN | {"LOCAL_RANK": "4"}, {}, "^local_rank and local_world_size clash"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, {}, "^local_rank and local_world_size clash"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, {}, "MASTER_PORT must be from 1 to 65535, not 65536"),
         (TORCHRUN, {"master_port": 0}, "MASTER_PORT must be from 1 to 65535, not 0"),
-        (STEP | {"SLURM_PROCID": "3"}, {}, "rank=3, .*world_size=3, "),
-        (STEP | {"SLURM_PROCID": "two"}, {}, "SLURM_PROCID must be an integer"),
-        (STEP | {"SLURM_LOCALID": "1"}, {}, "local_rank=1, .*local_world_size=1, "),
         (STEP | {"SLURM_NODEID": "2"}, {}, "SLURM_NODEID=2 .*'2,1'"),
         (STEP | {"SLURM_NODEID": "-1"}, {}, "SLURM_NODEID=-1"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1(x"}, {}, r"SLURM_NODEID=1 .*'2,1\(x'"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1"}, {}, r"malformed host list 'n\[1': "),
-        (STEP | {"SLURM_STEP_NUM_TASKS": "many"}, {}, "SLURM_STEP_NUM_TASKS must be an integer"),
         (STEP | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
     ],
 )
@@ -220,29 +214,11 @@ def test_invalid_launches_are_refused(environ, arguments, message):
         detect_launch(environ, **arguments)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID"],
-)
-def test_a_step_without_a_needed_variable_is_an_error(name):
-    with pytest.raises(ValueError, match=f"^{name} not set"):
-        detect_launch({key: value for key, value in STEP.items() if key != name})
-
-
-@pytest.mark.parametrize(
-    ("counts", "locals_"),
-    [
-        ("3,1", [3, 1]),
-        ("2(x3),1", [2, 2, 2, 1]),
-        ("4", [4]),
-        ("1,2(x2),1(x2)", [1, 2, 2, 1, 1]),
-    ],
-)
-def test_tasks_per_node(counts, locals_):
-    for node, local in enumerate(locals_):
-        changed = {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}
-        info = detect_launch(STEP | changed | {"SLURM_STEP_NUM_TASKS": str(sum(locals_))})
-        assert (info.local_world_size, info.nnodes) == (local, len(locals_))
+def test_tasks_per_node():
+    for node, local in enumerate([1, 2, 2, 1, 1]):
+        changed = {"SLURM_STEP_TASKS_PER_NODE": "1,2(x2),1(x2)", "SLURM_NODEID": str(node)}
+        info = detect_launch(STEP | changed | {"SLURM_STEP_NUM_TASKS": "7"})
+        assert (info.local_world_size, info.nnodes) == (local, 5)
 
 
 def test_ports_of_steps():
@@ -283,9 +259,7 @@ def test_cores_per_rank(monkeypatch):
 
 FIRST_HOSTS = [
     ("login1", "login1"),
-    ("b,a,b", "b"),
     ("n[3,1,2]", "n3"),
-    ("n[1-2][3-4]", "n13"),
     ("[1-3]", "1"),
     ("node[001-004,007]", "node001"),
     ("n[9-010]", "n9"),

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import os
-import pickle
 import random
 import sys
 import time
@@ -21,11 +20,10 @@ from ddp_ref import (
     broadcast_object,
     cleanup_ddp,
     gather_objects,
-    initialize_ddp,
     reduce_sum,
     run_ranks,
 )
-from ddp_ref.decorators import on_rank, pack_exception, rank_first, unpack_exception
+from ddp_ref.decorators import on_rank, rank_first
 
 SCRIPT = "on_rank_checks.py"
 
@@ -83,10 +81,13 @@ def test_alone_on_rank_just_calls_the_function(alone):
     def double(x, *, plus=0):
         return 2 * x + plus
 
+    assert (double.__name__, str(inspect.signature(double))) == ("double", "(x, *, plus=0)")
     assert double(3, plus=1) == 7
     assert on_rank([0])(lambda: on_rank(0)(lambda: "inner")())() == "inner"
     with rank_first():
         assert double(1) == 2
+    with pytest.raises(ValueError, match="0 to 0"):
+        on_rank(1)(lambda: None)()
 
 
 def test_alone_an_exception_stays_unchanged(alone):
@@ -102,24 +103,6 @@ def test_alone_an_exception_stays_unchanged(alone):
     assert not hasattr(caught.value, "__notes__")
     with pytest.raises(Local), rank_first():
         raise Local
-
-
-@pytest.mark.parametrize("rank", [1, -1, [0, 1], []])
-def test_alone_another_rank_is_outside_the_world(alone, rank):
-    with pytest.raises(ValueError, match="0 to 0"):
-        on_rank(rank)(lambda: None)()
-
-
-def test_the_decorated_function_keeps_its_name_signature_and_docstring():
-    @on_rank(0)
-    def save(model, path: str = "model.pt", *, force: bool = False) -> int:
-        """Save it."""
-
-    assert save.__name__ == "save" and save.__doc__ == "Save it."
-    assert (
-        str(inspect.signature(save))
-        == "(model, path: str = 'model.pt', *, force: bool = False) -> int"
-    )
 
 
 def generator():
@@ -151,10 +134,9 @@ def test_an_object_whose_call_is_a_generator_is_refused():
         on_rank(0)(Job())
 
 
-@pytest.mark.parametrize("order", [staticmethod, classmethod])
-def test_on_rank_goes_below_staticmethod_and_classmethod(order):
+def test_on_rank_goes_below_staticmethod_and_classmethod():
     with pytest.raises(TypeError, match="below @classmethod"):
-        on_rank(0)(order(lambda: None))
+        on_rank(0)(staticmethod(lambda: None))
 
 
 @pytest.mark.parametrize("rank", [None, 0.0, "0", [0, "1"], {0: 1}, print])
@@ -174,14 +156,6 @@ def test_max_wait_is_above_zero():
         on_rank(0, max_wait=timedelta(0))
 
 
-def test_the_first_pickler_that_keeps_the_exceptions_type_is_used():
-    dumps = [pickle.dumps, lambda error: pytest.fail("pickle has done it")]
-    error = unpack_exception(pack_exception(ValueError("no"), dumps), "rank 1")
-    assert type(error) is ValueError and str(error) == "no"
-    dumps = [lambda error: pickle.dumps("another type"), pickle.dumps]
-    assert type(unpack_exception(pack_exception(ValueError("no"), dumps), "rank 1")) is ValueError
-
-
 class Calling(torch.utils.data.Dataset):
     def __init__(self, call):
         self.call = call
@@ -193,30 +167,23 @@ class Calling(torch.utils.data.Dataset):
         return self.call()
 
 
-def test_cleanup_in_a_process_forked_from_a_rank_leaves_the_group_open():
-    def work():
-        info = initialize_ddp()
-        if not (pid := os.fork()):
-            cleanup_ddp()
-            os._exit(0 if dist.is_initialized() else 1)
-        ended = os.waitpid(pid, 0)[1]
-        return ended, reduce_sum({"ranks": 1.0})["ranks"], info.world_size
-
-    assert run_ranks(work, timeout=timedelta(seconds=60)) == [(0, 2.0, 2)] * 2
-
-
-def test_a_call_in_a_process_forked_from_a_rank_is_an_error():
+def test_a_process_forked_from_a_rank_cannot_use_its_group_or_close_it():
     """It shares the rank's sockets, so a call would wait until the timeout."""
 
     def work():
-        initialize_ddp()
+        dist.init_process_group("gloo")  # ddp_ref has no record of it before the first call
         calls = [on_rank(0, broadcast=True)(lambda: 1), barrier, lambda: broadcast_object(1)]
         for call in [*calls, lambda: reduce_sum({"x": 1.0}), lambda: gather_objects(1)]:
             loader = torch.utils.data.DataLoader(Calling(call), num_workers=1, timeout=30)
             with pytest.raises(RuntimeError, match=r"a fork of rank .* call this in the rank"):
                 next(iter(loader))
+            call()
+        if not (pid := os.fork()):
+            cleanup_ddp()
+            os._exit(0 if dist.is_initialized() else 1)
+        return os.waitpid(pid, 0)[1], reduce_sum({"ranks": 1.0})["ranks"]
 
-    run_ranks(work, timeout=timedelta(seconds=60))
+    assert run_ranks(work, timeout=timedelta(seconds=60)) == [(0, 2.0)] * 2
 
 
 LOCAL = """
@@ -293,14 +260,6 @@ for wrong in (max(sizes), -1):
 if node == 1:
     assert on_rank(0, local=True, broadcast=True)(where)() == (first, 0)
 assert on_rank(0, broadcast=True)(where)() == (0, 0)
-
-# Then each rank waits for the next one.
-try:
-    on_rank((info.rank + 1) % info.world_size)(where)()
-except RuntimeError as error:
-    assert "the same on_rank and rank_first calls in the same order" in str(error), error
-else:
-    raise AssertionError
 cleanup_ddp()
 """
 

@@ -12,7 +12,6 @@ import warnings
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,12 +194,6 @@ def test_a_bad_number_of_gpus_is_refused(num_gpus):
         parallelize_on_gpus(num_gpus)
 
 
-def test_more_gpus_than_there_are_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="num_gpus=2, but 1 CUDA devices are visible"):
-        ParallelExecutor(2)
-
-
 @pytest.mark.parametrize("num_gpus", [None, 3])
 def test_without_cuda_one_warning_says_what_runs_instead(num_gpus):
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -234,7 +227,6 @@ def test_data_parallel_takes_a_module_and_a_function(monkeypatch):
 
 DOCUMENTED = """
 import multiprocessing, torch
-import numpy as np
 from ddp_ref import ParallelExecutor, parallelize_on_gpus
 
 print("the script runs")
@@ -249,19 +241,7 @@ print(process_on_gpu(torch.tensor([1, 2, 3])))
 def another_gpu_function(device, x, y):
     return (x + y).to(device)
 
-print(another_gpu_function(torch.tensor([1, 2]), torch.tensor([3, 4])))
-
-@parallelize_on_gpus()
-def matrix_multiply(device, size=1000, iterations=10):
-    a = torch.randn(size, size, device=device)
-    b = torch.randn(size, size, device=device)
-    for _ in range(iterations):
-        c = torch.matmul(a, b)
-        a = c
-    return c.cpu().numpy()
-
-results = matrix_multiply(size=2000, iterations=ITERATIONS)
-print(type(results[0]) is np.ndarray, results[0].shape, len(results))
+print(another_gpu_function(torch.tensor([1, 2]), y=torch.tensor([3, 4])))
 
 def heavy_computation(device, data):
     data = data.to(device)
@@ -285,24 +265,21 @@ print(multiprocessing.get_start_method(allow_none=True))
 SHOWN = """the script runs
 [tensor([2, 4, 6]), tensor([2, 4, 6])]
 [tensor([4, 6]), tensor([4, 6])]
-True (2000, 2000) 2
 [tensor([2, 4, 6]), tensor([2, 4, 6])]
 Wrong is Wrong
 None
 """
 
 
-@pytest.mark.parametrize("iterations", [1, pytest.param(20, marks=pytest.mark.full)])
-def test_the_documented_examples_run_in_a_script_without_a_guard(tmp_path, iterations):
-    script = DOCUMENTED.replace("ITERATIONS", str(iterations))
-    (tmp_path / "script.py").write_text(script)
+def test_the_documented_examples_run_in_a_script_without_a_guard(tmp_path):
+    (tmp_path / "script.py").write_text(DOCUMENTED)
     result = run(sys.executable, "script.py", cwd=tmp_path)
     assert (result.stdout, result.code) == (SHOWN, 0), result.stderr
     assert result.stderr.count("Warning") == result.stderr.count("no CUDA device is visible") == 2
 
 
 BUSY = """
-import os, warnings
+import os, sys, time
 from pathlib import Path
 from ddp_ref import ParallelExecutor
 
@@ -311,36 +288,27 @@ def work(device):
     os.system("sleep 1000")
 
 executor = ParallelExecutor(2)
+try:
+    executor.run(work)
+except KeyboardInterrupt:
+    print("felt", executor.run(lambda device: "again"))
+    if sys.argv[1] == "killed":
+        time.sleep(1000)  # with idle workers
 """
 
 
-def _start(folder: Path, *lines: str) -> Running:
-    (folder / "script.py").write_text("\n".join([BUSY, *lines]))
-    return Running(sys.executable, "script.py", cwd=folder)
-
-
-def _wait_until_busy(folder: Path) -> None:
-    wait_until(lambda: len(list(folder.glob("ready-*"))) == 2, 90)
-
-
-def test_an_interrupt_ends_the_call_and_the_executor_can_be_used_again(tmp_path):
-    lines = ["try:", "    executor.run(work)", "except KeyboardInterrupt:", "    print('felt')"]
-    again = ["print(executor.run(lambda device: 'again'))"]
-    with _start(tmp_path, *lines, *again) as running:  # no close(): the exit ends the workers
-        _wait_until_busy(tmp_path)
+@pytest.mark.parametrize("end", ["exit", "killed"])
+def test_an_executor_works_on_after_an_interrupt_and_no_worker_outlives_its_parent(tmp_path, end):
+    (tmp_path / "script.py").write_text(BUSY)
+    with Running(sys.executable, "script.py", end, cwd=tmp_path) as running:  # it never calls close
+        wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 90)
         os.kill(running.process.pid, signal.SIGINT)
-        running.wait_for("felt", timeout=30)
-        result = running.wait()
-        assert (result.stdout, result.code) == ("felt\n['again', 'again']\n", 0), result.stderr
-
-
-@pytest.mark.parametrize("doing", ["executor.run(work)", "import time; time.sleep(1000)"])
-def test_no_worker_outlives_a_parent_that_is_killed(tmp_path, doing):
-    first = "executor.run(lambda device: Path(f'ready-{os.getpid()}').touch())"
-    with _start(tmp_path, first, doing) as running:
-        _wait_until_busy(tmp_path)
-        running.process.kill()
-        wait_until(lambda: not running.processes())
+        running.wait_for("felt ['again', 'again']\n")
+        if end == "killed":
+            running.process.kill()
+            wait_until(lambda: not running.processes())
+        else:
+            assert running.wait().code == 0
 
 
 def test_calls_from_two_threads_take_turns(two):

@@ -34,6 +34,8 @@ def test_the_folder_of_a_resumed_run_on_two_ranks(tmp_path):
         handler.set_val_loader(Points(5), 2)
         handler.load(tmp_path / "run")
         handler.train(epochs)
+        with pytest.raises(FileExistsError):  # rank 0's error
+            handler.plot_losses("/dev/null/a.png")
         return handler.history
 
     history, other = run_ranks(work, 2, nproc=2, timeout=LIMIT)
@@ -134,23 +136,5 @@ def test_the_suffix_of_a_figures_name_sets_its_format(tmp_path):
     handler.train(3)
     handler.plot_losses(tmp_path / "new" / "a.svg")
     assert "<svg" in (tmp_path / "new" / "a.svg").read_text()
-    handler.plot_metrics(tmp_path / "a.pdf")
-    assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
     with pytest.raises(ValueError, match="no metrics to plot"):
         job(12, 2, metrics={}).plot_metrics(tmp_path / "b.png")
-    with pytest.raises(ValueError, match="is not supported"):
-        handler.plot_losses(tmp_path / "a.table")
-
-
-def test_rank_0_draws_the_figures_and_all_ranks_raise_its_error(tmp_path):
-    def work():
-        handler = job(12, 2)
-        with pytest.raises(ValueError, match="nothing to plot"):
-            handler.plot_losses(tmp_path / "a.png")
-        handler.train(1)
-        handler.plot_metrics(tmp_path / "a.png")
-        with pytest.raises(FileExistsError):
-            handler.plot_losses("/dev/null/a.png")
-        return (tmp_path / "a.png").exists()
-
-    assert run_ranks(work, nproc=2, timeout=LIMIT) == [True, True]

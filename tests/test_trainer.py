@@ -322,7 +322,9 @@ def test_batches_of_any_structure_with_a_scheduler_and_callbacks():
         assert one == other
 
 
-def test_a_run_does_not_resume_with_other_data_or_another_optimizer_or_model(tmp_path):
+def test_a_run_resumes_without_validation_data_but_not_with_other_training_data(tmp_path):
+    """Without validation data, the results of an epoch's validation are NaN."""
+
     def train(config):
         trainer = TrainerDDP(0, config)
         return trainer.run_training(*trainer.prepare_dataloaders()[:2])
@@ -331,42 +333,10 @@ def test_a_run_does_not_resume_with_other_data_or_another_optimizer_or_model(tmp
     train(config)
     with pytest.raises(ValueError, match=r"on 40 training .* there are 30: use the same data"):
         train(config | {"validation": {"fraction": 0.3}})
-    with pytest.raises(ValueError, match=r"{'optimizer': 'SGD'}, not {'optimizer': 'AdamW'}"):
-        train(config | {"training": config["training"] | {"optimizer_type": torch.optim.AdamW}})
-    with pytest.raises(RuntimeError, match="in loading state_dict"):
-        train(config | {"model": {"type": nn.Linear, "args": [4, 3]}})
-    changed = {"num_epochs": 2, "optimizer_kwargs": {"lr": 1e-7}}
-    with pytest.warns(UserWarning, match=r"with lr=0\.1, which replaces lr=1e-07: .* keep=.*'lr'"):
-        train(config | {"training": config["training"] | changed})
-    # After a resume without validation data, an epoch's validation results are NaN.
-    config["training"]["num_epochs"] = 3
+    config["training"]["num_epochs"] = 2
     config |= {"validation": {"data": {"type": Points, "args": [0]}}, "testing": {"fraction": 0.2}}
     _, val_results = train(config)
-    assert len(val_results) == 3 and math.isnan(val_results[-1]["loss_std"])
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"data": {"type": iter, "args": [[1]]}}, "a data set must have a length"),
-        ({"model": {"type": network, "kwargs": {"x": 1}}}, "model cannot be created from its args"),
-        ({"data": {"type": Points}}, "data cannot be created from its args and kwargs: .*'size'"),
-    ],
-)
-def test_the_error_names_what_cannot_be_created(change, text):
-    with pytest.raises((TypeError, ValueError), match=text):
-        TrainerDDP(0, configuration() | change).prepare_dataloaders()
-
-
-def test_a_nan_loss_has_a_nan_spread():
-    def criterion(outputs, targets):
-        loss = nn.functional.cross_entropy(outputs, targets)
-        return loss if torch.is_grad_enabled() else loss * math.nan
-
-    trainer = TrainerDDP(0, configuration() | {"criterion": criterion})
-    loaders = trainer.prepare_dataloaders()
-    assert math.isnan(trainer.run_training(*loaders[:2])[1][-1]["loss_std"])
-    assert math.isnan(trainer.run_test(loaders[2])["loss_std"])
+    assert [math.isnan(row["loss_std"]) for row in val_results] == [False, True]
 
 
 def test_separate_validation_data_and_no_test_data():
@@ -404,14 +374,12 @@ def test_the_trainer_stops_early_saves_and_resumes(tmp_path):
         ({"parallel": {"rank": 2}}, r"parallel\.rank is 2, but this process is rank 0"),
         ({"parallel": {"world_size": 2}}, "master"),
         ({"model": {"type": dict}}, r"model\.type must create a Module, not a dict"),
-        (
-            {"callbacks": [{"type": dict}]},
-            r"callbacks\[0\]\.type must create a Callback, not a dict",
-        ),
+        ({"callbacks": [{"type": dict}]}, r"callbacks\[0\]\.type must create a Callback, not"),
+        ({"model": {"type": network, "kwargs": {"x": 1}}}, "model cannot be created from its args"),
     ],
 )
 def test_a_configuration_that_cannot_work_in_this_process_is_rejected(change, text):
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         TrainerDDP(0, configuration() | change)
 
 

@@ -87,8 +87,11 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
             checksum = zlib.crc32(part, checksum)
         try:
             # torch.load does not notice changed tensor data, so check the zip archive's checksums.
-            if changed := zipfile.ZipFile(file).testzip():
-                raise RuntimeError(f"wrong checksum of {changed}")
+            # Where an entry has the flag of a DOS directory, it returns uninitialized memory.
+            archive = zipfile.ZipFile(file)
+            directories = [entry.filename for entry in archive.filelist if entry.external_attr & 16]
+            if directories or (changed := archive.testzip()):
+                raise RuntimeError(f"wrong flag or checksum of {directories or changed}")
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # damaged headers can raise any type, also OSError
