@@ -21,17 +21,7 @@ from unittest.mock import patch
 from page import machine, require_marks, warn_if_busy
 from tables import PACKAGES, markdown, marks, write_section
 
-NAMES = (
-    "steps",
-    "workers",
-    "gathers",
-    "saves",
-    "waits",
-    "startup",
-    "scaling",
-    "knobs",
-    "finale",
-)
+NAMES = "steps", "workers", "gathers", "saves", "waits", "scaling", "finale"
 WITH_GPUS = "gpu", "gpt2_124m"  # only if named: make gpu-report
 PEERS = "accelerate", "lightning", "ignite"  # what make bench installs
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import finale
 import steps
 import torch
-from side_by_side import compare
+from side_by_side import Row, compare, find
 from tables import Table, duration, goal
 
 from ddp_ref import run_ranks
@@ -53,11 +53,17 @@ def on_gpus(rounds: int, ranks: int, card: str) -> list[Table]:
     small, char_gpt = run_ranks(times_on_rank, names, rounds, nproc=ranks)[0]
     notes = [added(small), *(f"{name} is left out: {why}." for name, why in absent.items()), card]
     rows = compare(char_gpt, steps.RAW)
-    speeds = finale.speeds(rows, ranks * finale.BATCH["cuda"])
     return [
         Table(f"a step of five layers, {title}", compare(small, steps.RAW), notes),
-        Table(f"a step of char_gpt.py, {title}", rows, [*speeds, card]),
+        Table(f"a step of char_gpt.py, {title}", rows, [*speeds(rows, ranks), card]),
     ]
+
+
+def speeds(rows: Sequence[Row], ranks: int) -> list[str]:
+    """Return how many characters a second each loop trains on."""
+    characters = ranks * finale.BATCH["cuda"] * finale.BLOCK
+    base = characters / find(rows, steps.RAW).seconds
+    return [f"{row.name}: {round(base / row.ratio, -2):,.0f} characters a second" for row in rows]
 
 
 def left_out(ranks: int) -> dict[str, str]:

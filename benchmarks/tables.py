@@ -14,20 +14,16 @@ if TYPE_CHECKING:  # it is loaded to draw: mp.spawn's processes, which are timed
 PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are printed
 VERDICTS = {True: "reached", False: "missed", None: "too much noise to tell"}
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
-WIDE = 4.0  # times the base: from there on the figure's axis is logarithmic
+WITH_FIGURE = ("steps",)  # has many rows; you can read the other tables without a figure
 
 
 @dataclass(frozen=True)
 class Table:
-    """Variants that were measured side by side, and notes about them, such as goals.
-
-    `nbytes` is what each variant moves, for a column in GB/s.
-    """
+    """Variants that were measured side by side, and notes about them, such as goals."""
 
     title: str
     rows: Sequence[Row]
     notes: Sequence[str]
-    nbytes: int | None = None
 
     @property
     def base(self) -> str:
@@ -42,16 +38,11 @@ def goal(target: str, measured: str, reached: bool | None) -> str:
 
 def markdown(table: Table) -> str:
     """Return the table in Markdown, with its notes below."""
-    speed = ["GB/s"] if table.nbytes else []
-    head = [table.title, "median", *speed, f"ratio to {table.base}", "95 % interval", "difference"]
-    base = next(row.seconds for row in table.rows if row.name == table.base)
-    lines = [head]
+    lines = [[table.title, "median", f"ratio to {table.base}", "95 % interval"]]
     for row in table.rows:
-        speed = [f"{table.nbytes / row.seconds / 1e9:.2f}"] if table.nbytes else []
         interval = f"{number(row.low)} to {number(row.high)}"
-        cells = [row.name, duration(row.seconds), *speed, number(row.ratio), interval]
-        lines.append([*cells, "" if row.name == table.base else difference(row.ratio, base)])
-    noise = f"Noise: {spread(table.rows):.1%} (how far the control's interval extends from 1)."
+        lines.append([row.name, duration(row.seconds), number(row.ratio), interval])
+    noise = f"Noise: {spread(table.rows):.1%}."
     return f"{grid(lines)}\n\n" + "\n".join(f"- {line}" for line in (noise, *table.notes))
 
 
@@ -93,8 +84,6 @@ def draw(tables: Sequence[Table], path: Path) -> None:
 
 
 def draw_ratios(axes: "Axes", table: Table) -> None:
-    from matplotlib.ticker import LogLocator
-
     rows = list(table.rows)
     noise = spread(rows)
     axes.axvspan(1 - min(noise, 0.99), 1 + noise, color="C7", alpha=0.3)
@@ -103,10 +92,6 @@ def draw_ratios(axes: "Axes", table: Table) -> None:
         color = "C7" if row.name.endswith(AGAIN) else "C1" if "Handler" in row.name else "C0"
         axes.plot([row.low, row.high], [place, place], color=color)
         axes.plot(row.ratio, place, "o", color=color)
-    if max(row.ratio for row in rows) > WIDE or min(row.ratio for row in rows) < 1 / WIDE:
-        axes.set_xscale("log", subs=[])
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        axes.xaxis.set_major_formatter("{x:,g}")
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"time, {table.base} = 1")
@@ -114,32 +99,16 @@ def draw_ratios(axes: "Axes", table: Table) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def in_words(tables: Sequence[Table]) -> str:
-    """Return what the figure shows, for those who do not see it."""
-    parts = []
-    for table in tables:
-        others = [row for row in table.rows if row.name not in (table.base, table.base + AGAIN)]
-        times = "; ".join(
-            f"{number(row.ratio)} for {row.name}"
-            for row in sorted(others, key=lambda row: row.ratio)
-        )
-        noise = f"Differences below {spread(table.rows):.1%} are noise."
-        one = f"Time of {table.title}, as a multiple of '{table.base}'"
-        parts.append(f"{one}, from fastest to slowest: {times}. {noise}")
-    return " ".join(parts).replace("|", "/").replace('"', "'")
-
-
 def write_section(page: Path, name: str, about: str, tables: Sequence[Table], rounds: int) -> None:
-    """Put the results of benchmark `name` between its marks in `page`, and draw its figure."""
-    figure = Path("figures") / f"benchmark-{name}.svg"
-    draw(tables, page.parent / figure)
-    image = f"![{in_words(tables)}]({figure.as_posix()})"
-    parts = [
-        about,
-        *map(markdown, tables),
-        image,
-        f"`bench.py {name} --rounds={rounds}` on {machine(PACKAGES)}.",
-    ]
+    """Put the results of benchmark `name` between its marks in `page`, some with a figure."""
+    parts = [about, *map(markdown, tables)]
+    if name in WITH_FIGURE:
+        figure = Path("figures") / f"benchmark-{name}.svg"
+        draw(tables, page.parent / figure)
+        parts.append(
+            f"![The ratios of the tables above, with their intervals.]({figure.as_posix()})"
+        )
+    parts.append(f"`bench.py {name} --rounds={rounds}` on {machine(PACKAGES)}.")
     put_between(page, *marks(name), "\n\n".join(parts))
 
 

@@ -1,8 +1,6 @@
 """`on_rank` against a bare barrier.
 
-Two ranks run on the CPU. Rank 0 runs a function that does nothing while the other rank waits: in a
-barrier after `if rank == 0`, or in `on_rank`. Unlike the barrier, `on_rank` also raises exceptions
-on all ranks, and with `broadcast=True` it returns the result on all of them.
+Rank 0 runs a function that does nothing while the other rank waits in the barrier or in `on_rank`.
 """
 
 import torch.distributed as dist

@@ -1,7 +1,6 @@
-"""A call to a running `ParallelExecutor`, compared with starting processes for each call.
+"""A call to an open `ParallelExecutor`, compared with starting two processes for each call.
 
-Two workers on the CPU call a function that does nothing, and send its result back. accelerate's
-launcher forks, so its processes do not import torch again, as spawned processes do.
+The function does nothing. accelerate's launcher forks, so its processes do not import torch again.
 """
 
 import io

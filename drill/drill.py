@@ -31,14 +31,7 @@ from faults import why_no_small_disk  # noqa: E402
 from launchers import SCRIPT, why_no_slurm  # noqa: E402
 from page import require_marks  # noqa: E402
 from plan import FAULTS, LAUNCHERS, Pairs, Plan, draw, draw_possible  # noqa: E402
-from report import (  # noqa: E402
-    MARKS,
-    cost_table,
-    failure,
-    outcome_table,
-    summary,
-    write_markdown,
-)
+from report import MARKS, failure, summary, table, write_markdown  # noqa: E402
 from rounds import WRONG, Job, RoundResult  # noqa: E402
 
 
@@ -65,9 +58,8 @@ def main() -> None:
                     saved.add(args.save, rounds[-1], version)
         except KeyboardInterrupt:
             interrupted = True
-            print("interrupted: the tables count the rounds so far")
-    tables = f"{outcome_table(rounds)}\n", f"{cost_table(rounds)}\n"
-    print("", *tables, summary(rounds), *commands(args, rounds), sep="\n")
+            print("interrupted: the table counts the rounds so far")
+    print("", f"{table(rounds)}\n", summary(rounds), *commands(args, rounds), sep="\n")
     wrong = [result for result in rounds if result.outcome == WRONG]
     for result in wrong:
         print(f"{WRONG}: {repeat_command(result)}")
@@ -96,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save", type=Path, metavar="FILE", help="add the rounds to this file")
     parser.add_argument("--plan", action="store_true", help="print the rounds, run none")
     parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="put the tables into this file"
+        "--markdown", type=Path, metavar="FILE", help="put the table into this file"
     )
     parser.add_argument("--script", type=Path, default=SCRIPT, help="another script with its flags")
     args = parser.parse_args()

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -66,6 +66,11 @@ HEALTHY = [
     "changing_work",
     "late_start",
 ]
+KINDS: dict[str, Collection[str]] = {
+    "one rank stands still": ALONE,
+    "ranks disagree": TOGETHER,
+    "healthy or slow": HEALTHY,
+}
 LAUNCHERS = "spawn", "torchrun", "run_ranks"
 RIGHT, MISSED, WRONG = "right", "missed", "wrong rank accused"
 NO_DUMP = {"stopped_process", "stuck_in_kernel"}  # the odd rank cannot write its dump
@@ -235,26 +240,19 @@ def show(result: Result) -> None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Return a Markdown table with a row per case."""
-    cases = dict.fromkeys(result.round.case for result in results)
-    by_case = [[each for each in results if each.round.case == case] for case in cases]
-    hangs = [result for result in results if result.dumps]
-    healthy = [result for result in results if not result.dumps]
-    return aligned(
-        [
-            ["case", "rounds", "right live", "right from dumps", WRONG],
-            *(row(case.replace("_", " "), own) for case, own in zip(cases, by_case, strict=True)),
-            row("**all hangs**", hangs),
-            row("**all healthy or slow jobs**", healthy),
-        ]
-    )
+    """Return a Markdown table with a row per kind of job."""
+    rows = [["jobs", "cases", "rounds", "right live", "right from dumps", WRONG]]
+    for kind, cases in KINDS.items():
+        own = [result for result in results if result.round.case in cases]
+        rows.append([kind, str(len({result.round.case for result in own})), *counts(own)])
+    return aligned(rows)
 
 
-def row(name: str, results: Sequence[Result]) -> list[str]:
+def counts(results: Sequence[Result]) -> list[str]:
     live, dumps = [each.live for each in results], [each.dumps for each in results]
     from_dumps = str(dumps.count(RIGHT)) if any(dumps) else ""
     wrong = live.count(WRONG) + dumps.count(WRONG)
-    return [name, str(len(results)), str(live.count(RIGHT)), from_dumps, str(wrong)]
+    return [str(len(results)), str(live.count(RIGHT)), from_dumps, str(wrong)]
 
 
 if __name__ == "__main__":

@@ -51,10 +51,6 @@ class Plan:
         return self.launcher, self.fault
 
     @property
-    def target(self) -> str:
-        return "all" if self.to_all else str(self.rank)
-
-    @property
     def launch(self) -> str:
         """Return the launcher with its option."""
         return f"{self.launcher} --max-restarts={self.restarts}" if self.restarts else self.launcher

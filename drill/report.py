@@ -1,4 +1,4 @@
-"""Report the rounds: the tables of outcomes and costs, and the output of a failed round."""
+"""Report the rounds: the table of outcomes and costs, and the output of a failed round."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -7,37 +7,30 @@ from statistics import median
 
 from page import machine, put_between
 from plan import FAULTS
-from rounds import TOO_LATE, WRONG, RoundResult
+from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, RoundResult
 
 MARKS = "<!-- begin of what the drill has written -->", "<!-- end -->"
+OUTCOMES = WENT_ON, RESUMED, STARTED_OVER, TOO_LATE
 TAIL = 40  # lines of a failed round's output
 
 
-def outcome_table(rounds: Sequence[RoundResult]) -> str:
-    """Return a Markdown table with a row per fault and rank, and a column per launcher."""
-    columns = sorted({result.plan.launch for result in rounds})
-    cells: dict[tuple[str, str, str], Counter[str]] = {}
-    for result in rounds:
-        plan = result.plan
-        cells.setdefault((plan.fault, plan.target, plan.launch), Counter())[result.outcome] += 1
-    rows = [["fault", "rank", *columns]]
-    for fault, target in sorted({key[:2] for key in cells}, key=_order):
-        outcomes = [cells.get((fault, target, launch), Counter()) for launch in columns]
-        rows.append([fault, target, *map(_counts, outcomes)])
-    return aligned(rows)
+def table(rounds: Sequence[RoundResult]) -> str:
+    """Return a Markdown table with a row per fault: how its rounds ended, and what they have cost.
 
-
-def cost_table(rounds: Sequence[RoundResult]) -> str:
-    """Return a Markdown table with the median and the maximum of what each fault has cost."""
-    rows = [["fault", "rounds", "job ended after", "checkpoint loaded after", "steps lost"]]
+    A cost is a median and a maximum, of the rounds that ended right and whose fault was not too
+    late.
+    """
+    rows = [["fault", "rounds", *OUTCOMES, "job ended after", "steps lost"]]
     for fault in FAULTS:
-        hit = [result for result in rounds if result.outcome not in (WRONG, TOO_LATE)]
-        costs = [result.cost for result in hit if result.plan.fault == fault]
-        if costs:
-            ended, resumed = (cost.ended for cost in costs), (cost.resumed for cost in costs)
-            steps = _median_and_maximum((cost.steps for cost in costs), ".0f")
-            times = [_median_and_maximum(seconds, ".1f", " s") for seconds in (ended, resumed)]
-            rows.append([fault, str(len(costs)), *times, steps])
+        own = [result for result in rounds if result.plan.fault == fault]
+        if not own:
+            continue
+        counts = Counter(result.outcome for result in own)
+        costs = [result.cost for result in own if result.outcome not in (WRONG, TOO_LATE)]
+        ended = _median_and_maximum((cost.ended for cost in costs), ".1f", " s")
+        steps = _median_and_maximum((cost.steps for cost in costs), ".0f")
+        outcomes = [str(counts[outcome]) for outcome in OUTCOMES]
+        rows.append([fault, str(len(own)), *outcomes, ended, steps])
     return aligned(rows)
 
 
@@ -53,22 +46,22 @@ def aligned(rows: list[list[str]]) -> str:
     return "\n".join(_line(row, widths) for row in rows)
 
 
-def _order(row: tuple[str, str]) -> tuple[int, str]:
-    return FAULTS.index(row[0]), row[1]
-
-
-def _counts(outcomes: Counter[str]) -> str:
-    return ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-
-
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return f"| {' | '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))} |"
 
 
 def summary(rounds: Sequence[RoundResult]) -> str:
     """Return how many rounds had which outcome."""
-    outcomes = Counter(result.outcome for result in rounds)
-    return f"{len(rounds)} rounds: {_counts(outcomes)}"
+    return f"{len(rounds)} rounds: {_counts(result.outcome for result in rounds)}"
+
+
+def _counts(names: Iterable[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(Counter(names).items()))
+
+
+def launchers(rounds: Sequence[RoundResult]) -> str:
+    """Return how many rounds each launcher has run."""
+    return f"By launcher: {_counts(result.plan.launch for result in rounds)}."
 
 
 def failure(result: RoundResult) -> str:
@@ -78,7 +71,7 @@ def failure(result: RoundResult) -> str:
 
 
 def write_markdown(path: Path, rounds: Sequence[RoundResult], commands: Sequence[str]) -> None:
-    """Put the tables between the marks in `path`, and the commands that run these rounds."""
+    """Put the table between the marks in `path`, and the commands that run these rounds."""
     drawn = {result.plan.fault for result in rounds}
     missing = ", ".join(fault for fault in FAULTS if fault not in drawn)
     counts = f"{summary(rounds)}." + (f" Not drawn: {missing}." if missing else "")
@@ -86,5 +79,4 @@ def write_markdown(path: Path, rounds: Sequence[RoundResult], commands: Sequence
     span = " to ".join(sorted({min(days), max(days)}))
     where = machine(["torch"]).rpartition(", ")[0]  # without today's date
     about = ",\n".join(f"`{command}`" for command in commands) + f"\non {where}, {span}"
-    parts = [about, counts, outcome_table(rounds), cost_table(rounds)]
-    put_between(path, *MARKS, "\n\n".join(parts))
+    put_between(path, *MARKS, "\n\n".join([about, counts, launchers(rounds), table(rounds)]))

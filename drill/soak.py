@@ -18,10 +18,10 @@ import signal
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from shutil import rmtree
-from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +48,9 @@ LIMIT = 20
 TRIAL = 600  # seconds: in a shorter run, every attempt may be too short to measure its growth
 
 Attempts = list[Attempt]
+# Of a process: how many attempts there were, the highest peak, and the growth in each attempt that
+# was long enough to measure it.
+Memories = tuple[int, float, list[float]]
 
 
 def run_all(args: argparse.Namespace, run: str) -> Attempts:
@@ -91,11 +94,8 @@ def problems(args: argparse.Namespace, runs: dict[str, Attempts]) -> list[str]:
     return lines
 
 
-def memories(attempts: Attempts) -> dict[tuple[str, str], tuple[int, float, list[float]]]:
-    """Return the memory of each process, by launcher and name.
-
-    It is the number of attempts, the highest peak, and the growth in each long enough attempt.
-    """
+def memories(attempts: Attempts) -> dict[tuple[str, str], Memories]:
+    """Return the memory of each process, by launcher and name."""
     processes = {}
     for launcher in sorted({own.launcher for own in attempts}, reverse=True):  # torchrun first
         same = [own for own in attempts if own.launcher == launcher]
@@ -128,25 +128,32 @@ def report(args: argparse.Namespace, runs: dict[str, Attempts]) -> str:
     attempts = runs[WITH_FAULTS]
     faults = Counter(fault for attempt in attempts for fault in attempt.faults)
     counts = ", ".join(f"{count} {fault}" for fault, count in sorted(faults.items()))
-    ended = [attempt.ended for attempt in attempts if attempt.ended is not None] or [0]
-    starts = [attempt.training for attempt in attempts]
     minutes = {run: seconds(runs[run]) / 60 for run in runs}
     words = (
         f"{args.epochs} epochs, {final_state(args, WITH_FAULTS)['step']:,} steps. "
         f"The fault-free run trained for {minutes[FAULT_FREE]:.0f} minutes, and the run with "
         f"faults for {minutes[WITH_FAULTS]:.0f} minutes in {len(attempts)} attempts, with "
-        f"{faults.total()} faults: {counts}. Both ended at the same weights and history, bit for "
-        f"bit. The job ended {median(ended):.1f} s after a fault (at most {max(ended):.1f} s), and "
-        f"trained {median(starts):.1f} s after a start (at most {max(starts):.1f} s)."
+        f"{faults.total()} faults: {counts}. "
+        "Both ended at the same weights and history, bit for bit."
     )
-    rows = [["run", "launcher", "process", "measured attempts", "peak", "growth"]]
+    rows = [["run", "launcher", "measured attempts", "peak", "growth"]]
     for run, own in runs.items():
-        for (launcher, name), (count, peak, grown) in memories(own).items():
-            most = f"{max(grown):.1f} MiB" if grown else ""
-            measured = f"{len(grown)} of {count}"
-            rows.append([run, launcher, name, measured, f"{peak:.0f} MiB", most])
+        measured = memories(own)
+        for launcher in dict.fromkeys(launcher for launcher, _ in measured):
+            processes = [memory for key, memory in measured.items() if key[0] == launcher]
+            rows.append([run, launcher, *largest(processes)])
     about = f"`{command_line(args)}`\non {machine(['torch'])}"
     return f"{about}\n\n{words}\n\n{aligned(rows)}"
+
+
+def largest(processes: Sequence[Memories]) -> list[str]:
+    """Return the fewest measured attempts, the highest peak and the largest growth of any."""
+    attempts = processes[0][0]
+    measured = min(len(grown) for _, _, grown in processes)
+    peak = max(peak for _, peak, _ in processes)
+    growth = max((mib for _, _, grown in processes for mib in grown), default=None)
+    shown = "" if growth is None else f"{growth:.1f} MiB"
+    return [f"{measured} of {attempts}", f"{peak:.0f} MiB", shown]
 
 
 def command_line(args: argparse.Namespace) -> str:

@@ -3,7 +3,6 @@
 import ast
 import importlib
 import re
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -31,7 +30,6 @@ from steps import (
     OURS,
     RAW,
     TRAINER,
-    against_peers,
     against_raw,
     make_data,
     make_model,
@@ -39,7 +37,7 @@ from steps import (
     times_on_rank,
     with_same_loader,
 )
-from tables import Table, markdown, marks, number
+from tables import Table, markdown, marks, number, write_section
 from turns import in_launches, steps_of, take_turns
 
 from ddp_ref import run_ranks
@@ -88,12 +86,12 @@ def test_a_round_times_each_variant_once_in_an_order_that_is_the_same_on_all_ran
     assert min(map(min, times.values())) > 8
 
 
-def test_a_table_shows_times_speeds_and_ratios():
+def test_a_table_shows_times_and_ratios():
     times = {"base": [0.5, 0.5], "base" + AGAIN: [0.5, 0.5], "slow": [1.0, 1.0]}
-    text = markdown(Table("a variant", compare(times, "base"), ["a goal (missed)"], nbytes=10**9))
-    assert "| slow | 1 s | 1.00 | 2.000 | 2.000 to 2.000 | +500 ms |" in text
-    assert "| base | 500 ms | 2.00 | 1.000 | 1.000 to 1.000 |  |" in text
-    assert "- Noise: 0.0% (how far" in text and "- a goal (missed)" in text
+    text = markdown(Table("a variant", compare(times, "base"), ["a goal (missed)"]))
+    assert "| slow | 1 s | 2.000 | 2.000 to 2.000 |" in text
+    assert "| base | 500 ms | 1.000 | 1.000 to 1.000 |" in text
+    assert "- Noise: 0.0%." in text and "- a goal (missed)" in text
     assert [number(ratio) for ratio in (0.5, 12.34, 4321.0)] == ["0.500", "12.3", "4,321"]
 
 
@@ -109,29 +107,11 @@ def test_an_interval_around_the_limit_reaches_no_goal(seconds, verdict):
     assert verdict in against_raw(compare({RAW: [1.0] * 9, OURS: seconds}, RAW))
 
 
-@pytest.mark.parametrize(
-    "peer, noise, measured",
-    [
-        ([1.0] * 9, 0.02, "none measurably faster (reached)"),
-        ([0.99] * 9, 0.02, "none measurably faster (reached)"),
-        ([0.9] * 9, 0.02, "a peer (missed)"),
-        ([0.9] * 9, 0.2, "none measurably faster (reached)"),
-        ([0.9] * 5 + [1.0] * 4, 0.05, "none measurably faster (too much noise to tell)"),
-    ],
-)
-def test_a_peer_counts_as_faster_only_if_its_whole_interval_is_beyond_the_noise(
-    peer, noise, measured
-):
-    times = {RAW: [0.5] * 9, AT_ONCE: [0.5] * 9, OURS: [1.0] * 9, "a peer": peer}
-    assert measured in against_peers(times, 1, noise)
-
-
 def test_loops_with_the_same_loader_are_compared_with_each_other():
     times = {AT_ONCE: [2e-3] * 9, OURS: [2.1e-3] * 9, FABRIC_AT_ONCE: [2.2e-3] * 9}
-    limit, added, fabric = with_same_loader(times, 3, limit=0.02)
+    limit, added = with_same_loader(times, 3, limit=0.02)
     assert "Measured: +5.0%, +5.0% to +5.0% (missed)" in limit
-    assert "'Handler' +100 µs (+100 µs to +100 µs)" in added and "+200 µs" in added
-    assert "-4.5%, -4.5% to -4.5%" in fabric
+    assert "Handler +100 µs (+100 µs to +100 µs)" in added and "+200 µs" in added
 
 
 def test_each_launch_has_a_seed_of_its_own_and_its_part_of_the_rounds():
@@ -226,6 +206,14 @@ def test_the_time_that_handler_adds_to_a_small_step_on_a_gpu(ours, verdict):
     assert f"+{(ours - 2e-3) * 1e6:.0f} µs (" in note and f"({verdict})" in note
 
 
+def test_the_characters_that_each_loop_trains_on_in_a_second():
+    """On an H200, the raw loop's step took 7.57 ms."""
+    rows = compare({RAW: [7.57e-3] * 9, OURS: [15.14e-3] * 9}, RAW)
+    raw, ours = gpu.speeds(rows, ranks=1)
+    assert raw == f"{RAW}: 541,100 characters a second"
+    assert ours == f"{OURS}: 270,500 characters a second"
+
+
 def test_gpt2_has_124_million_parameters_and_known_operations():
     """On an H200, 81.2 ms for a step were 403,500 tokens a second and 32.5 % of the peak."""
     with torch.device("meta"):
@@ -267,9 +255,15 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     text = page.read_text()
     assert row in text and "old" not in text and "\n\n`bench.py waits --rounds=2` on " in text
     assert text.startswith("before\n") and text.endswith("\nafter")
-    alternative = text.partition("![")[2].partition("](figures/benchmark-waits.svg)")[0]
-    assert "multiple of 'if rank == 0, barrier'" in alternative and " for on_rank(0)" in alternative
-    assert "<svg" in (tmp_path / "figures" / "benchmark-waits.svg").read_text()
+
+
+def test_the_long_tables_have_a_figure(tmp_path):
+    times = {RAW: [1.0, 1.0], RAW + AGAIN: [1.0, 1.1], OURS: [2.0, 2.0]}
+    page = tmp_path / "page.md"
+    page.write_text("".join(marks("steps")))
+    write_section(page, "steps", "about", [Table("a step", compare(times, RAW), [])], rounds=2)
+    assert page.read_text().count("](figures/benchmark-steps.svg)") == 1
+    assert "<svg" in (tmp_path / "figures" / "benchmark-steps.svg").read_text()
 
 
 @pytest.mark.full
@@ -284,31 +278,23 @@ def test_growth_is_measured_and_written(tmp_path):
         for line in page.read_text().splitlines()
         if line.startswith("| ")
     ]
-    names = list(growth.NAMES)
-    assert [row[0] for row in rows] == [
-        *("CPU time of the busiest rank", "---", *names, "memory", "sockets"),
-        *("time, all ranks on these cores", "---", *names),
-    ]
-    assert {name for name, *cells in rows if "" in cells} == {*names, "memory"} - {*growth.POWERS}
-    assert next(row for row in rows if row[0] == "sockets")[1:3] == ["6", "8"]  # as predicted
-    assert "<svg" in (tmp_path / growth.FIGURE).read_text()
+    names = ["CPU time of the busiest rank", "---", *growth.NAMES, "sockets"]
+    assert [row[0] for row in rows] == names and not any("" in row for row in rows)
+    assert rows[-1][1:3] == ["6", "8"]  # as predicted
 
 
-def test_the_growth_tables_for_known_costs():
-    """The last two worlds differ only by noise, which must not decide the exponent."""
-    each = {n: growth.Cost(n / 1000, min(n, 50) / 1e3) for n in (2, 10, 50, 100)}
+def test_the_growth_table_for_known_costs():
+    """The costs of the last two worlds decide the exponent."""
+    costs = {2: 0.5, 10: 0.01, 100: 0.1}
     worlds = [
-        growth.Costs(n, dict.fromkeys(growth.NAMES, cost), 250, 2 * n) for n, cost in each.items()
+        growth.Costs(n, dict.fromkeys(growth.NAMES, cost), 2 * n) for n, cost in costs.items()
     ]
-    lines = growth.tables(worlds).splitlines()
-    on_rank = "| on_rank | 2 ms | 10 ms | 50 ms | 50 ms | 0.7 |"
-    assert f"{on_rank} 500 ms | 5 s |" in lines
-    assert f"{on_rank} 5 s | 8.3 min |".replace("on_rank", growth.OPEN, 1) in lines
-    assert f"{on_rank} 500 ms | 5 s |".replace("on_rank", growth.LAZY, 1) in lines
-    assert f"{on_rank}  |  |".replace("on_rank", growth.BARRIER, 1) in lines
-    assert "| memory | 250 MiB | 250 MiB | 250 MiB | 250 MiB | 0.0 |  |  |" in lines
-    assert "| sockets | 4 | 20 | 100 | 200 | 1.0 | 2,002 | 20,002 |" in lines
-    assert "| on_rank | 2 ms | 10 ms | 50 ms | 100 ms | 1.0 |" in lines
+    lines = growth.table(worlds).splitlines()
+    cells = "500 ms | 10 ms | 100 ms | 1.0"
+    assert f"| {growth.ON_RANK} | {cells} | 1 s |" in lines
+    assert f"| {growth.LAZY} | {cells} | 1 s |" in lines
+    assert f"| {growth.OPEN} | {cells} | 10 s |" in lines
+    assert "| sockets | 4 | 20 | 200 | 1.0 | 2,002 |" in lines
 
 
 def test_wrong_arguments_of_growth_are_refused_before_anything_is_measured(tmp_path):
@@ -324,7 +310,7 @@ def test_wrong_arguments_of_growth_are_refused_before_anything_is_measured(tmp_p
 
 
 def test_with_gloo_every_rank_looks_up_the_address_of_every_rank():
-    """docs/growth.md says how many look-ups that makes, and how many bytes an address has."""
+    """So growth.py predicts that the work grows with the square of the number of ranks."""
     ranks, store = 6, RecordingStore()
     timeout = timedelta(seconds=60)
     groups = []  # keeps them: if one went away, the others that still connect to it would fail
@@ -338,21 +324,17 @@ def test_with_gloo_every_rank_looks_up_the_address_of_every_rank():
     for thread in threads:
         thread.join()
     assert len(store.asked) == ranks**2
-    size = 152 + len(socket.gethostname()) + 8 * ranks
-    assert [len(address) for address in store.addresses] == [size] * ranks
 
 
 class RecordingStore(dist.Store):
-    """The store methods that gloo calls. It records the addresses set and the keys looked up."""
+    """The store methods that gloo calls. It records the keys looked up."""
 
     def __init__(self) -> None:
         super().__init__()
         self.store = dist.HashStore()
-        self.addresses: list[bytes] = []
         self.asked: list[str] = []
 
     def set(self, key: str, value: bytes) -> None:
-        self.addresses.append(bytes(value))
         self.store.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
@@ -364,10 +346,9 @@ class RecordingStore(dist.Store):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)  # startup takes two minutes on an idle machine
-@pytest.mark.parametrize("name", ["saves", "startup", "scaling", "knobs", "finale"])
+@pytest.mark.parametrize("name", ["saves", "scaling", "finale"])
 def test_a_benchmark_that_needs_no_peer_runs_and_its_weights_agree(tmp_path, name):
-    ended = run(sys.executable, BENCH, name, "--rounds=1", cwd=tmp_path, timeout=840)
+    ended = run(sys.executable, BENCH, name, "--rounds=1", cwd=tmp_path)
     assert ended.code == 0, ended.stderr
     assert " median | " in ended.stdout and "ratio to " in ended.stdout
 

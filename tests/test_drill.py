@@ -25,7 +25,7 @@ from judge import (
     due_checkpoints,
 )
 from plan import PLACES, Plan
-from report import cost_table, outcome_table
+from report import table
 from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, Cost, Job, RoundResult
 
 from ddp_ref.training.loop import TrainLoop
@@ -48,12 +48,12 @@ def test_the_page_begins_with_what_the_table_says():
     assert re.findall(r"\d+", headline) == [counts[outcome] for outcome in order]
 
 
-def test_the_tables_of_the_page_count_the_saved_rounds():
+def test_the_table_of_the_page_counts_the_saved_rounds():
     file = ROOT / "drill" / "results.jsonl"
     rounds = saved.load(file, current=json.loads(file.read_text().splitlines()[0])["version"])
     page = (ROOT / "docs" / "fault-drill.md").read_text()
-    assert outcome_table(rounds) in page and cost_table(rounds) in page
-    assert report.summary(rounds) in page
+    for text in (report.summary(rounds), report.launchers(rounds), table(rounds)):
+        assert text in page
 
 
 def test_a_round_is_drawn_from_the_seed_and_its_number(tmp_path):
@@ -297,41 +297,30 @@ def test_a_step_that_was_not_taken_is_not_counted(tmp_path, monkeypatch):
     assert moment.STEPS_TAKEN.stat().st_size == 1
 
 
-def test_the_table_counts_the_outcomes_of_each_pair():
-    kill, all_of = plan("kill"), plan("interrupt", to_all=True)
-    restarted = plan("kill", launcher="torchrun", restarts=1)
-    outcomes = [(kill, RESUMED), (kill, RESUMED), (kill, STARTED_OVER), (restarted, "went on")]
-    outcomes += [(kill, TOO_LATE)]
-    rounds = [RoundResult(plan, outcome, 1.0) for plan, outcome in [(all_of, RESUMED), *outcomes]]
-    head, _, *rows = [cells(line) for line in outcome_table(rounds).splitlines()]
-    assert head == ["fault", "rank", "spawn", "torchrun --max-restarts=1"]
-    assert rows == [
-        ["kill", "0", "2 resumed, 1 started over, 1 too late", "1 went on"],
-        ["interrupt", "all", "1 resumed", ""],
-    ]
-    counts = "3 resumed, 1 started over, 1 too late, 1 went on"
-    assert report.summary(rounds) == f"6 rounds: {counts}"
-
-
 def cells(line):
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
-def test_the_costs_are_medians_and_maxima_of_the_rounds_that_passed():
-    kills = [Cost(1.0, 4.0, 7), Cost(3.0, 5.0, 0), Cost(2.0, 9.0, 23)]
-    rounds = [RoundResult(plan("kill"), RESUMED, 9.0, cost=cost) for cost in kills]
-    pause = RoundResult(plan("pause"), "went on", 9.0, cost=Cost(steps=0))
+def test_the_table_counts_outcomes_and_shows_what_the_rounds_that_passed_have_cost():
+    kill, restarted = plan("kill"), plan("kill", launcher="torchrun", restarts=1)
+    costs = [Cost(1.0, 4.0, 7), Cost(3.0, 5.0, 0), Cost(2.0, 9.0, 23)]
+    rounds = [RoundResult(kill, RESUMED, 9.0, cost=cost) for cost in costs]
     rounds += [
-        RoundResult(plan("kill"), WRONG, 9.0),
-        RoundResult(plan("kill"), TOO_LATE, 9.0),
-        pause,
+        RoundResult(kill, WRONG, 9.0),
+        RoundResult(kill, TOO_LATE, 9.0),
+        RoundResult(restarted, STARTED_OVER, 9.0, cost=Cost(9.0, 1.0, 8)),
+        RoundResult(plan("pause"), WENT_ON, 9.0, cost=Cost(steps=0)),
     ]
-    head, _, *rows = [cells(line) for line in cost_table(rounds).splitlines()]
-    assert head == ["fault", "rounds", "job ended after", "checkpoint loaded after", "steps lost"]
+    head, _, *rows = [cells(line) for line in table(rounds).splitlines()]
+    outcomes = [WENT_ON, RESUMED, STARTED_OVER, TOO_LATE]
+    assert head == ["fault", "rounds", *outcomes, "job ended after", "steps lost"]
     assert rows == [
-        ["kill", "3", "2.0 / 3.0 s", "5.0 / 9.0 s", "7 / 23"],
-        ["pause", "1", "", "", "0 / 0"],
+        ["kill", "6", "0", "3", "1", "1", "2.5 / 9.0 s", "8 / 23"],
+        ["pause", "1", "1", "0", "0", "0", "", "0 / 0"],
     ]
+    counts = "1 WRONG, 3 resumed, 1 started over, 1 too late, 1 went on"
+    assert report.summary(rounds) == f"7 rounds: {counts}"
+    assert report.launchers(rounds) == "By launcher: 6 spawn, 1 torchrun --max-restarts=1."
 
 
 KILLS = ["--launchers", "spawn", "--faults", "kill"]
@@ -362,7 +351,8 @@ def test_saved_rounds_add_up_and_are_not_run_again(tmp_path):
         line = f".venv/bin/python drill/drill.py --seed {seed} {' '.join(KILLS)} --rounds {count}"
         assert f"`{line} --jobs 2`" in text and f"{line} --jobs 2" in ended.stdout
     assert re.search(r"^on .*, 2026-11-01 to 2026-11-03$", text, re.M)
-    assert ["kill", "5", "1.0 / 1.0 s", "4.0 / 4.0 s", "10 / 10"] in map(cells, text.splitlines())
+    row = ["kill", "5", "0", "5", "0", "0", "1.0 / 1.0 s", "10 / 10"]
+    assert row in map(cells, text.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -434,7 +424,7 @@ def processes_in(folder):
 
 
 @pytest.mark.full
-def test_rounds_end_right_and_the_tables_show_it(tmp_path):
+def test_rounds_end_right_and_the_table_shows_it(tmp_path):
     """One round damages a checkpoint, one raises an exception; then we read both from the file."""
     page = tmp_path / "page.md"
     page.write_text(
@@ -445,7 +435,10 @@ def test_rounds_end_right_and_the_tables_show_it(tmp_path):
     ended = drill(tmp_path, *flags, "--markdown", page)
     assert ended.code == 0, ended.stdout + ended.stderr
     rows = [line for line in ended.stdout.splitlines() if line.startswith(("| flip", "| exc"))]
-    assert len(rows) == 4 and all("1 resumed" in row for row in rows[:2]), ended.stdout
+    assert [cells(row)[:4] for row in rows] == [
+        ["exception", "1", "0", "1"],
+        ["flip", "1", "0", "1"],
+    ], ended.stdout
     again = drill(tmp_path, *flags).stdout
     assert "round 1" in ended.stdout and "round 1" not in again and rows[0] in again
     rounds = saved.load(tmp_path / "rounds.jsonl", saved.code_version())
