@@ -11,19 +11,15 @@ which shows how large a difference may be and still be noise.
 import argparse
 import importlib
 import os
-import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest.mock import patch
 
 from page import machine, require_marks, warn_if_busy
 from tables import PACKAGES, markdown, marks, write_section
 
-NAMES = "steps", "workers", "gathers", "saves", "waits", "scaling", "finale"
-WITH_GPUS = "gpu", "gpt2_124m"  # only if named: make gpu-report
-PEERS = "accelerate", "lightning", "ignite"  # what make bench installs
+NAMES = "steps", "workers", "gathers", "saves", "waits", "finale"
+ON_GPUS = "gpu"  # only if named: make gpu-report
 
 
 def main() -> None:
@@ -31,17 +27,13 @@ def main() -> None:
     print(f"on {machine(PACKAGES)}")
     warn_if_busy()
     for name in args.names:
-        with nullcontext() if name in WITH_GPUS else no_gpus():
+        hidden = {} if name == ON_GPUS else {"CUDA_VISIBLE_DEVICES": ""}  # so figures compare
+        with patch.dict(os.environ, hidden):
             run(importlib.import_module(name), args.rounds, args.markdown)
 
 
-def no_gpus() -> AbstractContextManager[Any]:
-    """Return a context in which started processes see no GPU, so that figures are comparable."""
-    return patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""})
-
-
 def parse() -> argparse.Namespace:
-    known = *NAMES, *WITH_GPUS
+    known = *NAMES, ON_GPUS
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,8 +43,6 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := ", ".join(sorted(set(args.names) - set(known))):
         parser.error(f"there is no benchmark {unknown}: choose from {', '.join(known)}")
-    if args.rounds is not None and args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, not {args.rounds}")
     args.names = args.names or NAMES
     require_marks(parser, args.markdown, *map(marks, args.names))
     return args
@@ -62,13 +52,8 @@ def run(benchmark: ModuleType, rounds: int | None, page: Path | None) -> None:
     """Measure, print the tables, and write them into `page`."""
     name, about = benchmark.__name__, benchmark.__doc__ or ""
     print(f"\n## {name}: {about.strip().splitlines()[0]}\n", flush=True)
-    try:
-        rounds = rounds or benchmark.ROUNDS
-        tables = benchmark.measure(rounds)
-    except ImportError as error:
-        if error.name not in PEERS:
-            raise
-        sys.exit(f"{error}: pip install -c constraints.txt -e '.[bench]', as make bench does")
+    rounds = rounds or benchmark.ROUNDS
+    tables = benchmark.measure(rounds)
     print("\n\n".join(map(markdown, tables)), flush=True)
     if page and tables:
         write_section(page, name, about.strip(), tables, rounds)

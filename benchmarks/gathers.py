@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import AGAIN, compare, find, side_by_side, timed, together
+from side_by_side import AGAIN, compare, find, side_by_side, together
 from tables import Table, goal
 from torch import Tensor
 
@@ -25,25 +25,20 @@ REDUCE, OURS = "bare all-reduce", "Handler"
 
 
 def measure(rounds: int) -> list[Table]:
-    gather = compare(run_ranks(gather_times, rounds, nproc=RANKS)[0], REDUCE)
-    ours = find(gather, OURS)
+    rows = compare(run_ranks(times_on_rank, rounds, nproc=RANKS)[0])
+    ours = find(rows, OURS)
     target = "at most twice the time of the all-reduce"
     reached = goal(target, f"{ours.ratio:.2f} times", ours.at_most(2))
-    return [Table("the gather of predict", gather, [reached])]
+    return [Table("the gather of predict", rows, [reached])]
 
 
-def gather_times(rounds: int) -> dict[str, list[float]]:
+def times_on_rank(rounds: int) -> dict[str, list[float]]:
     from accelerate import Accelerator
 
     info, accelerator = initialize_ddp(), Accelerator(cpu=True)
     torch.set_num_threads(1)
-    every = torch.arange(NUMBERS, dtype=torch.float32)
-    every = every.view(-1, COLUMNS)  # (items, columns)
+    every = torch.arange(NUMBERS, dtype=torch.float32).view(-1, COLUMNS)  # (items, columns)
     parts = list(every[info.rank :: RANKS].contiguous().split(ROWS))
-
-    def reduce() -> Callable[[], float]:
-        """Return the baseline with a tensor of its own."""
-        return together(timed(partial(dist.all_reduce, torch.zeros(NUMBERS))))
 
     def ours() -> Any:
         return gather_rows(torch.cat(parts), len(every))
@@ -60,11 +55,11 @@ def gather_times(rounds: int) -> dict[str, list[float]]:
     assert outputs is None if info.rank else torch.equal(outputs, every)
     assert torch.equal(as_objects(), every)
     assert torch.equal(by_accelerate().sort(0).values, every)  # in an order of its own
-    variants = {
-        REDUCE: reduce(),
-        REDUCE + AGAIN: reduce(),
-        OURS: together(timed(ours)),
-        "accelerate's gather_for_metrics": together(timed(by_accelerate)),
-        "all_gather_object": together(timed(as_objects)),
+    variants: dict[str, Callable[[], object]] = {
+        REDUCE: partial(dist.all_reduce, torch.zeros(NUMBERS)),
+        REDUCE + AGAIN: partial(dist.all_reduce, torch.zeros(NUMBERS)),
+        OURS: ours,
+        "accelerate's gather_for_metrics": by_accelerate,
+        "all_gather_object": as_objects,
     }
-    return side_by_side(variants, rounds)
+    return side_by_side({name: together(work) for name, work in variants.items()}, rounds)

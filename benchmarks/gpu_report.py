@@ -23,46 +23,37 @@ import torch
 from page import put_between, require_marks
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("Doctor", "Waits", "Tests", "Ranks", "Speed", "GPT-2")
 MARKS = "<!-- begin of the report -->", "<!-- end of the report -->"
 # Without our pytest options and conftest.py, because they need packages that may be missing.
 PYTEST = (
     f"-m pytest -c {os.devnull} --noconftest -p no:cacheprovider -q -rf --tb=short -m gpu".split()
 )
+GPU_TESTS, SANITY = (str(ROOT / "tests" / f"test_{name}.py") for name in ("gpu", "sanity"))
 SHOWN_OF_A_FAILURE = 60  # lines
 ENDING = 5  # seconds that a part gets to end its ranks when its time is up
 
 
 class Part(NamedTuple):
     title: str
-    needs: tuple[str, ...]  # packages besides torch
-    timeout: int  # seconds
+    needs: str  # packages besides torch
+    timeout: int  # seconds; with ENDING for each, they add up to less than 10 minutes
     arguments: list[str]  # of the command line, after `python`
     lines: int = 0  # how many of the last output lines to show; 0 shows all
     most_gpus: int | None = None  # how many GPUs it may see; None: all
-    note: str = ""  # a sentence for the report
 
 
-def parts(gpus: int, rounds: int) -> list[Part]:
-    """Return the parts. With ENDING for each, their time limits add up to less than 10 minutes."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
-    check, bench = (str(ROOT / "benchmarks" / name) for name in ("sync_check.py", "bench.py"))
-    gpu_tests, sanity = (str(ROOT / "tests" / f"test_{name}.py") for name in ("gpu", "sanity"))
-    tests = [*PYTEST, gpu_tests, sanity, "-k", "not (test_gpu and test_on_ranks)"]
+def parts(rounds: int) -> list[Part]:
+    tests = [*PYTEST, GPU_TESTS, SANITY, "-k", "not (test_gpu and test_on_ranks)"]
     tests += ["-n", "3"] if find_spec("xdist") else []
-    on_ranks = [*PYTEST, gpu_tests, "-k", "test_on_ranks"]
-    shared = "It ran on one rank, and on two ranks that share the GPU." if gpus == 1 else ""
-    measuring = ("numpy", "cloudpickle", "scipy")
-    testing = ("pytest", "psutil", "numpy", "cloudpickle", "sklearn", "yaml")
+    on_ranks = [*PYTEST, GPU_TESTS, "-k", "test_on_ranks"]
+    speed = [str(ROOT / "benchmarks" / "bench.py"), "gpu", f"--rounds={rounds}"]
+    testing = "numpy cloudpickle pytest psutil sklearn yaml"
     return [
-        Part("Doctor", ("numpy", "cloudpickle"), 95, ["-m", "ddp_ref", "doctor"]),
-        Part("Waits", ("numpy",), 30, [*torchrun, check], 1),
+        Part("Doctor", "numpy cloudpickle", 95, ["-m", "ddp_ref", "doctor"]),
         # On two GPUs, because more processes take longer to start.
         Part("Tests", testing, 125, tests, 1, most_gpus=2),
-        Part("Ranks", testing, 60, on_ranks, 1, note=shared),
-        Part("Speed", measuring, 115, [bench, "gpu", f"--rounds={rounds}"]),
-        # Fewer rounds, because a step takes 30 times as long as a small one.
-        Part("GPT-2", measuring, 140, [bench, "gpt2_124m", f"--rounds={rounds // 10 or 1}"], 0, 1),
+        Part("Ranks", testing, 90, on_ranks, 1),
+        Part("Speed", "numpy cloudpickle scipy", 260, speed),
     ]
 
 
@@ -70,25 +61,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)} (default: all)"
-    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help="such as Doctor (default: all)")
     parser.add_argument(
         "--page", type=Path, default=ROOT / "docs" / "gpu.md", help="where to write the report"
     )
-    parser.add_argument(
-        "--rounds", type=int, default=60, help="of Speed; GPT-2 runs a tenth (default: 60)"
-    )
+    parser.add_argument("--rounds", type=int, default=60, help="of Speed (default: 60)")
     args = parser.parse_args()
-    if unknown := set(args.parts) - set(NAMES):
-        parser.error(f"there is no part {', '.join(sorted(unknown))}: use {', '.join(NAMES)}")
     require_marks(parser, args.page, MARKS)
-    gpus = torch.cuda.device_count()
-    if not gpus:
+    if not torch.cuda.device_count():
         parser.error("no CUDA device is visible to PyTorch: run this where there is one")
-    report, failed = [machine(gpus)], False
-    for part in parts(gpus, args.rounds):
-        if part.title not in (args.parts or NAMES):
+    report, failed = [machine()], False
+    for part in parts(args.rounds):
+        if args.parts and part.title not in args.parts:
             continue
         print(f"{part.title} ...", flush=True)
         text, code = run(part)
@@ -102,7 +86,7 @@ def main() -> int:
 
 def run(part: Part) -> tuple[str, int]:
     """Run one part; return its output as Markdown, and its exit code."""
-    if missing := [name for name in part.needs if find_spec(name) is None]:
+    if missing := [name for name in part.needs.split() if find_spec(name) is None]:
         return f"Skipped: this Python has no {', '.join(missing)}.", 0
     start = time.monotonic()
     # Some parts write files. The output goes to one too: a rank that outlives its part would keep
@@ -111,7 +95,7 @@ def run(part: Part) -> tuple[str, int]:
         process = subprocess.Popen(
             [sys.executable, *part.arguments],
             cwd=folder,
-            env=environment(part),
+            env=environment(part.most_gpus),
             stdout=file,
             stderr=subprocess.STDOUT,
         )
@@ -127,33 +111,30 @@ def run(part: Part) -> tuple[str, int]:
             process.kill()
             process.wait()
         file.seek(0)
-        output = file.read()
-    code = int(result != "passed")
-    shown = output.strip().splitlines()[-(SHOWN_OF_A_FAILURE if code else part.lines) :]
-    is_table = any(line.startswith("|") for line in shown) and not code
-    shown = shown if is_table else [f"    {line}" for line in shown]
-    summary = f"{time.monotonic() - start:.0f} s, {result}. {part.note}".rstrip()
-    return "\n".join([summary, "", *shown]), code
+        lines = file.read().strip().splitlines()
+    failed = result != "passed"
+    shown = lines[-(SHOWN_OF_A_FAILURE if failed else part.lines) :]
+    if failed or not any(line.startswith("|") for line in shown):  # no table
+        shown = [f"    {line}" for line in shown]
+    return "\n".join([f"{time.monotonic() - start:.0f} s, {result}.", "", *shown]), int(failed)
 
 
-def environment(part: Part) -> dict[str, str]:
+def environment(most_gpus: int | None) -> dict[str, str]:
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or every).split(",")[:most_gpus]
     folders = [ROOT / "src", ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", "")]
-    names = {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    if part.most_gpus:
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
-            map(str, range(torch.cuda.device_count()))
-        )
-        names["CUDA_VISIBLE_DEVICES"] = ",".join(seen.split(",")[: part.most_gpus])
-    return os.environ | names
+    path = os.pathsep.join(map(str, folders))
+    return os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
-def machine(gpus: int) -> str:
+def machine() -> str:
     """Return a line about this machine: its GPUs, and the versions of what runs on them."""
-    names = sorted({torch.cuda.get_device_name(index) for index in range(gpus)})
+    gpus = torch.cuda.device_count()
+    names = ", ".join(sorted({torch.cuda.get_device_name(index) for index in range(gpus)}))
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return (
-        f"{gpus} x {', '.join(names)} with {memory:.0f} GiB, {os.cpu_count()} CPU cores, "
+        f"{gpus} x {names} with {memory:.0f} GiB, {os.cpu_count()} CPU cores, "
         f"{platform.system()} {platform.machine()}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}, {date.today()}."
     )

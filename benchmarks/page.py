@@ -3,7 +3,9 @@
 import argparse
 import os
 import platform
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -55,28 +57,15 @@ def machine(packages: Sequence[str]) -> str:
     """Return the machine, today's date, and the versions of the installed `packages`."""
     from ddp_ref.launch import available_cores  # mp.spawn's processes load this module
 
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text() if cpuinfo.exists() else ""
+    processor = re.search(r"^model name\s*: (.+)", lines, re.MULTILINE)
+    name = processor[1].strip() if processor else platform.processor()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    system = f"{platform.system()} {platform.machine()}, {processor()}"
-    cores = f"{available_cores()} cores, {memory:.0f} GiB"
-    python = f"Python {platform.python_version()}"
-    return ", ".join([system, cores, python, *versions(packages), str(date.today())])
-
-
-def processor() -> str:
-    """Return the name of the processor, as Linux gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except FileNotFoundError:
-        return platform.processor() or "an unknown processor"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "an unknown processor"
-
-
-def versions(packages: Sequence[str]) -> list[str]:
-    installed = []
-    for name in packages:
-        try:
-            installed.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return installed
+    parts = [f"{platform.system()} {platform.machine()}", name or "an unknown processor"]
+    parts += [f"{available_cores()} cores", f"{memory:.0f} GiB"]
+    parts += [f"Python {platform.python_version()}"]
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            parts.append(f"{package} {version(package)}")
+    return ", ".join([*parts, str(date.today())])

@@ -1,4 +1,8 @@
-"""Time several variants of one thing side by side, and estimate how certain the ratios are."""
+"""Time several variants of one thing side by side, and estimate how certain the ratios are.
+
+In each benchmark, the first variant is the base, and the second is the base once more under another
+name: the A/A control.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +12,7 @@ from time import perf_counter
 import numpy as np
 import torch.distributed as dist
 
-AGAIN = ", again"  # ends the name of the A/A control: the base once more, under another name
+AGAIN = ", again"  # ends the name of the A/A control
 RESAMPLES = 10_000
 CUT = 0.1  # of the rounds, at either end
 
@@ -40,14 +44,14 @@ def timed(work: Callable[[], object], calls: int = 1) -> Callable[[], float]:
     return variant
 
 
-def together(variant: Callable[[], float]) -> Callable[[], float]:
-    """Return a function that calls `variant` on all ranks at the same time."""
+def together(work: Callable[[], object]) -> Callable[[], float]:
+    """Return a function that times one call of `work`, which all ranks begin at the same time."""
 
-    def after_barrier() -> float:
+    def variant() -> float:
         dist.barrier()
-        return variant()
+        return timed(work)()
 
-    return after_barrier
+    return variant
 
 
 def side_by_side(
@@ -68,15 +72,15 @@ def side_by_side(
     return times
 
 
-def compare(times: Mapping[str, list[float]], base: str, block: int = 1) -> list[Row]:
-    """Return a row for each variant, compared with `base`.
+def compare(times: Mapping[str, list[float]], block: int = 1) -> list[Row]:
+    """Return a row for each variant, compared with the first.
 
     Every `block` consecutive rounds come from the same launch. They share effects such as the
     memory addresses that a process got.
     """
-    bases = np.array(times[base])
+    base, *_ = map(np.array, times.values())
     return [
-        Row(name, float(np.median(own)), *middle(np.array(own) / bases, block))
+        Row(name, float(np.median(own)), *middle(np.array(own) / base, block))
         for name, own in times.items()
     ]
 
@@ -104,13 +108,6 @@ def find(rows: Sequence[Row], name: str) -> Row:
     return row
 
 
-def control(rows: Sequence[Row]) -> Row:
-    """Return the row of the base's second measurement."""
-    (row,) = [row for row in rows if row.name.endswith(AGAIN)]
-    return row
-
-
-def spread(rows: Sequence[Row]) -> float:
+def noise(rows: Sequence[Row]) -> float:
     """Return how far the control's interval extends from 1: the noise of the machine."""
-    row = control(rows)
-    return max(abs(row.low - 1), abs(row.high - 1))
+    return max(abs(rows[1].low - 1), abs(rows[1].high - 1))

@@ -9,7 +9,7 @@ one call. So there are also a raw loop and a Fabric loop that look up batches at
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_by_side import AGAIN, Row, compare, find
-from tables import Table, difference, goal
+from side_by_side import AGAIN, compare
+from tables import Table, duration, goal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
@@ -27,14 +27,14 @@ from turns import Tick, Ticks, in_launches, steps_of, take_turns
 
 from ddp_ref import Handler, initialize_ddp
 
-ROUNDS, RANKS, LAUNCHES = 720, 2, 24
+ROUNDS, LAUNCHES = 720, 24
 BATCH, FEATURES, CLASSES = 32, 16, 10
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+Times = Mapping[str, list[float]]
 Loop = Callable[[nn.Module, TensorDataset, Tick], None]
 WIDTHS = {"a small step (five layers, 64 wide)": 64, "a larger step (five layers, 384 wide)": 384}
 RAW, AT_ONCE, OURS = "raw DDP", "raw DDP, batches looked up at once", "Handler"
-FABRIC, FABRIC_AT_ONCE = "Lightning Fabric", "Lightning Fabric, batches looked up at once"
-ACCELERATE, TRAINER, IGNITE = "accelerate", "Lightning Trainer", "ignite"
+FABRIC_AT_ONCE = "Lightning Fabric, batches looked up at once"
 MOST_OVERHEAD = 0.02  # of raw DDP's time
 MOST_OVERHEAD_SAME_LOADER = {64: 0.05, 384: 0.02}  # by width
 
@@ -44,42 +44,30 @@ def measure(rounds: int) -> list[Table]:
 
 
 def measure_size(title: str, width: int, rounds: int) -> Table:
-    times, part = in_launches(times_on_rank, width, rounds=rounds, launches=LAUNCHES, nproc=RANKS)
-    rows = compare(times, RAW, part)
+    times, part = in_launches(times_on_rank, width, rounds=rounds, launches=LAUNCHES)
+    added = "; ".join(added_time(times, name, part) for name in (OURS, FABRIC_AT_ONCE))
     notes = [
-        against_raw(rows),
-        *with_same_loader(times, part, MOST_OVERHEAD_SAME_LOADER[width]),
+        overhead(times, RAW, MOST_OVERHEAD, part),
+        overhead(times, AT_ONCE, MOST_OVERHEAD_SAME_LOADER[width], part),
+        f"Time added to that loop: {added}.",
     ]
-    return Table(title, rows, notes)
+    return Table(title, compare(times, part), notes)
 
 
-def against_raw(rows: Sequence[Row]) -> str:
-    """Return the goal about `Handler` and raw DDP, and whether it is reached."""
-    row = find(rows, OURS)
-    target = f"Handler at most {MOST_OVERHEAD:.0%} slower than raw DDP"
-    return goal(target, interval(row), row.at_most(1 + MOST_OVERHEAD))
+def overhead(times: Times, base: str, limit: float, part: int = 1) -> str:
+    """Return the goal about `Handler` and the loop `base`, and whether it is reached."""
+    _, row = compare({name: times[name] for name in (base, OURS)}, part)
+    measured = f"{row.ratio - 1:+.1%}, {row.low - 1:+.1%} to {row.high - 1:+.1%}"
+    target = f"{OURS} at most {limit:.0%} slower than {base}"
+    return goal(target, measured, row.at_most(1 + limit))
 
 
-def with_same_loader(times: Mapping[str, list[float]], part: int, limit: float) -> list[str]:
-    """Compare `Handler` and Fabric with the raw loop that, like them, looks up batches at once."""
-    same = {name: times[name] for name in (AT_ONCE, OURS, FABRIC_AT_ONCE)}
-    base, ours, fabric = compare(same, AT_ONCE, part)
-    target = f"Handler at most {limit:.0%} slower than {AT_ONCE}"
-    added = [f"{row.name} {added_time(row, base.seconds)}" for row in (ours, fabric)]
-    return [
-        goal(target, interval(ours), ours.at_most(1 + limit)),
-        f"Time added to that loop: {'; '.join(added)}.",
-    ]
-
-
-def added_time(row: Row, base: float) -> str:
-    """Return the time that a variant adds to the median `base`, with its interval."""
-    low, high = (difference(ratio, base) for ratio in (row.low, row.high))
-    return f"{difference(row.ratio, base)} ({low} to {high})"
-
-
-def interval(row: Row) -> str:
-    return f"{row.ratio - 1:+.1%}, {row.low - 1:+.1%} to {row.high - 1:+.1%}"
+def added_time(times: Times, name: str, part: int = 1) -> str:
+    """Return the time that a loop adds to the raw loop with the same lookup, with its interval."""
+    base, row = compare({each: times[each] for each in (AT_ONCE, name)}, part)
+    seconds = [(ratio - 1) * base.seconds for ratio in (row.ratio, row.low, row.high)]
+    added, low, high = (f"{'-' if each < 0 else '+'}{duration(abs(each))}" for each in seconds)
+    return f"{name} {added} ({low} to {high})"
 
 
 def make_model(width: int) -> nn.Module:
@@ -98,7 +86,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def make_loader(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
+def usual_loader(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
     """Return a loader of this rank's batches, in the same order as `Handler`'s."""
     return DataLoader(data, batch, sampler=DistributedSampler(data))
 
@@ -109,11 +97,14 @@ def loader_at_once(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
     return DataLoader(data, batch_size=None, sampler=rows)
 
 
+# The loops. The peers train on the CPU only.
+
+
 def raw(
     model: nn.Module,
     data: TensorDataset,
     tick: Tick,
-    loader_of: Callable[[TensorDataset], DataLoader[Any]] = make_loader,
+    loader_of: Callable[[TensorDataset], DataLoader[Any]] = usual_loader,
 ) -> None:
     device = next(model.parameters()).device
     replica, optimizer = DDP(model), make_optimizer(model)
@@ -141,14 +132,12 @@ def handler(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
 def accelerate(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     from accelerate import Accelerator
 
-    device = next(model.parameters()).device
-    accelerator = Accelerator(cpu=device.type == "cpu")
+    accelerator = Accelerator(cpu=True)
     # The loader is not prepared, because accelerate would then shard the data differently.
     replica, optimizer = accelerator.prepare(model, make_optimizer(model))
-    for inputs, targets in make_loader(data):
+    for inputs, targets in usual_loader(data):
         optimizer.zero_grad()
-        outputs = replica(inputs.to(device, non_blocking=True))
-        accelerator.backward(F.cross_entropy(outputs, targets.to(device, non_blocking=True)))
+        accelerator.backward(F.cross_entropy(replica(inputs), targets))
         optimizer.step()
         tick()
 
@@ -157,12 +146,11 @@ def fabric(
     model: nn.Module,
     data: TensorDataset,
     tick: Tick,
-    loader_of: Callable[[TensorDataset], DataLoader[Any]] = make_loader,
+    loader_of: Callable[[TensorDataset], DataLoader[Any]] = usual_loader,
 ) -> None:
     from lightning.fabric import Fabric
 
-    accelerator = next(model.parameters()).device.type
-    made = Fabric(accelerator=accelerator, strategy="ddp", devices=dist.get_world_size())
+    made = Fabric(accelerator="cpu", strategy="ddp", devices=dist.get_world_size())
     made.launch()
     replica, optimizer = made.setup(model, make_optimizer(model))
     for inputs, targets in made.setup_dataloaders(loader_of(data), use_distributed_sampler=False):
@@ -187,63 +175,57 @@ def trainer(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return make_optimizer(model)
 
-    class LightningTicks(lightning.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             tick()
 
     made = lightning.Trainer(
-        accelerator=next(model.parameters()).device.type,
+        accelerator="cpu",
         strategy="ddp",
         devices=dist.get_world_size(),
         max_epochs=1,
-        callbacks=[LightningTicks()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    made.fit(Module(), make_loader(data))
+    made.fit(Module(), usual_loader(data))
 
 
 def ignite(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     import ignite.distributed as idist
     from ignite.engine import Events, create_supervised_trainer
 
-    device, optimizer = next(model.parameters()).device, make_optimizer(model)
-    made = create_supervised_trainer(
-        idist.auto_model(model), optimizer, F.cross_entropy, device=device, non_blocking=True
-    )
+    optimizer = make_optimizer(model)
+    made = create_supervised_trainer(idist.auto_model(model), optimizer, F.cross_entropy)
     made.add_event_handler(Events.ITERATION_COMPLETED, tick)
-    made.run(make_loader(data), max_epochs=1)
+    made.run(usual_loader(data), max_epochs=1)
 
 
-LOOPS: dict[str, Loop] = {
+OWN_LOOPS: dict[str, Loop] = {
     RAW: raw,
     RAW + AGAIN: raw,
     AT_ONCE: partial(raw, loader_of=loader_at_once),
     OURS: handler,
-    ACCELERATE: accelerate,
-    FABRIC: fabric,
+}
+PEERS: dict[str, Loop] = {
+    "accelerate": accelerate,
+    "Lightning Fabric": fabric,
     FABRIC_AT_ONCE: partial(fabric, loader_of=loader_at_once),
-    TRAINER: trainer,
-    IGNITE: ignite,
+    "Lightning Trainer": trainer,
+    "ignite": ignite,
 }
 
 
 def times_on_rank(
-    width: int,
-    rounds: int,
-    names: Sequence[str] = tuple(LOOPS),
-    device: str = "cpu",
-    check: bool = True,
-    seed: int = 0,
+    width: int, rounds: int, device: str = "cpu", check: bool = True, seed: int = 0
 ) -> dict[str, list[float]]:
     """Return the seconds of a step, by loop and round; with `check`, raise if weights differ."""
     ranks = initialize_ddp(backend=BACKENDS[device], use_distributed=True).world_size
-    be_quiet()
+    logging.disable(logging.WARNING)  # Lightning sets its loggers' levels when it is imported
+    warnings.simplefilter("ignore")  # about the number of the loader's workers
     data = make_data(steps_of(rounds), ranks)
-    loops = {name: LOOPS[name] for name in names}
+    loops = OWN_LOOPS | (PEERS if device == "cpu" else {})
     return time_loops(loops, lambda: make_model(width).to(device), data, rounds, seed, check)
 
 
@@ -257,49 +239,17 @@ def time_loops(
 ) -> dict[str, list[float]]:
     """Let the loops take turns, each with a model of its own; return seconds by loop and round.
 
-    `seed` draws the order in which the models are made, and that of the turns. Raise if a loop
-    trains without DDP, and with `check` unless all weights end equal.
+    `seed` draws the order in which the models are made, and that of the turns. With `check`, raise
+    unless all loops have trained, and to the same weights.
     """
     drawn = Random(seed).sample(list(loops), len(loops))  # the first may get the best of the memory
     models = {name: make_model() for name in drawn}
-    for name, model in models.items():
-        require_ddp(name, model)
-    times = take_turns(
-        {name: partial(loops[name], models[name], data) for name in drawn}, rounds, seed
-    )
+    turns = {name: partial(loops[name], models[name], data) for name in drawn}
+    times = take_turns(turns, rounds, seed)
     if check:
-        check_equal({name: models[name] for name in loops}, make_model())
+        weights = {name: nn.utils.parameters_to_vector(models[name].parameters()) for name in loops}
+        untrained = nn.utils.parameters_to_vector(make_model().parameters())
+        for name, own in weights.items():
+            assert torch.equal(own, next(iter(weights.values()))), f"{name} trained another model"
+            assert not torch.equal(own, untrained), f"{name} has not trained"
     return {name: times[name] for name in loops}
-
-
-def require_ddp(name: str, model: nn.Module) -> None:
-    """Raise AssertionError in the model's first forward pass unless DDP calls it.
-
-    A library may leave out DDP, as accelerate does for a single process. Its step would then be
-    faster than the others for that reason alone.
-    """
-
-    def check(*_: object) -> None:
-        hook.remove()  # so that no timed step pays for it
-        # Private, but torch has no public way to ask, and each library hides its wrapped model.
-        assert DDP._get_active_ddp_module(), f"{name} trains without DDP"
-
-    hook = model.register_forward_pre_hook(check)
-
-
-def be_quiet() -> None:
-    """Silence the peers' log messages and warnings."""
-    logging.disable(logging.WARNING)  # Lightning sets its loggers' levels when it is imported
-    warnings.simplefilter("ignore")  # about the number of the loader's workers
-
-
-def check_equal(models: Mapping[str, nn.Module], untrained: nn.Module) -> None:
-    """Raise AssertionError unless all models have been trained, and to the weights of the first."""
-    # On the CPU, because Lightning's Trainer moves its model there at the end.
-    flat = {n: nn.utils.parameters_to_vector(m.parameters()).cpu() for n, m in models.items()}
-    before = nn.utils.parameters_to_vector(untrained.parameters()).cpu()
-    first = next(iter(flat.values()))
-    for name, weights in flat.items():
-        message = f"{name} has trained another model"
-        torch.testing.assert_close(weights, first, rtol=0, atol=0, msg=message)
-        assert not torch.equal(weights, before), f"{name} has not trained"

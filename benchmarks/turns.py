@@ -3,11 +3,11 @@
 The time of a step drifts, so only steps taken at about the same time can be compared.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from random import Random
-from threading import Condition
+from threading import Event, Semaphore
 from time import perf_counter
 from typing import Any
 
@@ -45,7 +45,7 @@ def in_launches(
     *args: Any,
     rounds: int,
     launches: int,
-    nproc: int,
+    nproc: int = 2,
 ) -> tuple[dict[str, list[float]], int]:
     """Start the ranks `launches` times; return the seconds by loop, and the rounds per launch.
 
@@ -63,67 +63,61 @@ def in_launches(
 def take_turns(loops: Mapping[str, Training], rounds: int, seed: int) -> dict[str, list[float]]:
     """Return the seconds of a step of each loop, by round; a round has a turn of each.
 
-    Each loop runs in a thread of its own; `seed` draws their order. Collective: all ranks call,
-    with the same arguments.
+    Each loop runs in a thread of its own; `seed` draws their order. After each of its turns, its
+    call of `tick` waits for the next one. Collective: all ranks call, with the same arguments.
     """
-    turns = Turns(list(loops), rounds, seed)
-    with ThreadPoolExecutor(len(loops)) as pool:
-        ends = [pool.submit(turns.play, name, loop) for name, loop in loops.items()]
-    errors = [error for end in ends if (error := end.exception())]
-    for error in sorted(errors, key=lambda error: isinstance(error, Abandoned)):
-        raise error
-    return {name: times[WARM_UP:] for name, times in turns.times.items()}
+    draw, total, failed = Random(seed), steps_of(rounds), Event()
+    order = [draw.sample(list(loops), len(loops)) for _ in range(WARM_UP + rounds)]
+    turns = chain(*order)
+    batons = {name: Semaphore(0) for name in loops}
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
+    def pass_on() -> None:
+        if name := next(turns, None):
+            batons[name].release()
 
-class Turns:
-    """Whose turn it is, the same on all ranks, and how long the steps took."""
-
-    def __init__(self, names: Sequence[str], rounds: int, seed: int) -> None:
-        draw = Random(seed)
-        order = [draw.sample(names, len(names)) for _ in range(WARM_UP + rounds)]
-        self._whose = deque(name for each in order for name in each)
-        self._steps, self._failed, self._changed = steps_of(rounds), False, Condition()
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        self.times: dict[str, list[float]] = {name: [] for name in names}
-
-    def play(self, name: str, loop: Training) -> None:
-        """Run a loop. After each of its turns, its call of `tick` waits for the next one."""
+    def play(name: str, loop: Training) -> None:
         torch.set_num_threads(1)  # of this thread
-        if self._gpu is not None:
-            torch.cuda.set_device(self._gpu)  # of this thread, too
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # of this thread, too
         steps, start = 0, 0.0
 
+        def wait() -> None:
+            nonlocal start
+            batons[name].acquire()
+            if failed.is_set():
+                raise Abandoned
+            start = perf_counter()
+
         def tick() -> None:
-            nonlocal steps, start
+            nonlocal steps
             steps += 1
             if steps % GROUP:
                 return
-            if self._gpu is not None:
+            if gpu is not None:
                 torch.cuda.synchronize()  # wait for the kernels that were only launched
-            self.times[name].append((perf_counter() - start) / GROUP)
-            if steps < self._steps:  # the last turn lasts to the end, which may be collective
-                self._pass_on()
-                self._wait(name)
-            start = perf_counter()
+            times[name].append((perf_counter() - start) / GROUP)
+            if steps < total:  # the last turn lasts to the end, which may be collective
+                pass_on()
+                wait()
 
         try:
-            self._wait(name)
-            start = perf_counter()
+            wait()
             loop(tick)
-            assert steps == self._steps, f"{name} has trained for {steps} steps"
+            assert steps == total, f"{name} has trained for {steps} steps"
         except BaseException:
-            self._failed = True
+            failed.set()
+            for baton in batons.values():
+                baton.release()
             raise
         finally:
-            self._pass_on()
+            pass_on()
 
-    def _wait(self, name: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._whose[0] == name)
-        if self._failed:
-            raise Abandoned
-
-    def _pass_on(self) -> None:
-        with self._changed:
-            self._whose.popleft()
-            self._changed.notify_all()
+    with ThreadPoolExecutor(len(loops)) as pool:
+        ends = [pool.submit(play, name, loop) for name, loop in loops.items()]
+        pass_on()
+    errors = [error for end in ends if (error := end.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, Abandoned)):
+        raise error
+    return {name: seconds[WARM_UP:] for name, seconds in times.items()}

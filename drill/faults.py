@@ -9,8 +9,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import psutil
-from harness import Running, clean_environment
-from launchers import TIMEOUT, host_process, slurm_environment
+from harness import Running
+from judge import check_equal
+from launchers import TIMEOUT, slurm, slurm_host
 from moment import INJECTED, REACHED, put
 from plan import EPOCHS, STEPS, Plan
 
@@ -25,7 +26,6 @@ SIGNALS = {
     "interrupt": signal.SIGINT,
     "terminate": signal.SIGTERM,
 }
-DISK_SIZE = "2m"
 CHECKPOINT_SIZE = 110_000  # bytes, about
 FILLER = "filler"  # the file that fills the disk
 LAST = checkpoint.NAME.format(EPOCHS * STEPS)  # the training writes this checkpoint at its end
@@ -40,7 +40,9 @@ def inject(plan: Plan, running: Running, folder: Path, checkpoints: Path) -> boo
     """
     rank = psutil.Process(int((folder / REACHED).read_text()))
     if plan.fault == "full disk":
-        fill(checkpoints, free=int(plan.share * CHECKPOINT_SIZE))
+        disk = os.statvfs(checkpoints)
+        size = disk.f_bavail * disk.f_frsize - int(plan.share * CHECKPOINT_SIZE)
+        (checkpoints / FILLER).write_bytes(bytes(max(0, size)))
     if plan.fault not in SIGNALS:
         error = f"the drill's own on rank {plan.rank}" if plan.fault == "exception" else ""
         put(folder / INJECTED, error)
@@ -66,24 +68,17 @@ def send(number: signal.Signals, plan: Plan, running: Running, rank: psutil.Proc
     elif number == signal.SIGINT:
         os.killpg(running.process.pid, number)
     elif plan.launcher == "srun":
-        job = rank.environ()["SLURM_JOB_ID"]
-        slurm("scancel", f"--signal={number}", job)
+        slurm("scancel", f"--signal={number}", rank.environ()["SLURM_JOB_ID"])
     else:
         running.process.send_signal(number)
 
 
-def slurm(*command: str) -> None:
-    """Run a Slurm command.
+def damage(plan: Plan, path: Path) -> bool:
+    """Truncate the file or flip one of its bits, and return whether that can be noticed.
 
-    Raises:
-        CalledProcessError: If it fails.
+    Some bits have no meaning. If one of them is flipped, the weights must be unchanged.
     """
-    environment = clean_environment() | slurm_environment()
-    subprocess.run(command, env=environment, timeout=30, check=True, capture_output=True)
-
-
-def damage(plan: Plan, path: Path) -> None:
-    """Truncate the file, or flip one of its bits."""
+    weights = checkpoint.read(path)["model"]
     content = bytearray(path.read_bytes())
     place = int(plan.share * len(content))
     if plan.fault == "truncate":
@@ -91,45 +86,32 @@ def damage(plan: Plan, path: Path) -> None:
     else:
         content[place] ^= 1 << plan.nth % 8
     path.write_bytes(content)
-
-
-def fill(folder: Path, free: int) -> None:
-    """Fill the disk of `folder`, so that at most `free` bytes are left."""
-    disk = os.statvfs(folder)
-    (folder / FILLER).write_bytes(bytes(max(0, disk.f_bavail * disk.f_frsize - free)))
+    try:
+        damaged = checkpoint.read(path)["model"]
+    except checkpoint.DamagedCheckpoint:
+        return True
+    check_equal(damaged, weights, "a damaged checkpoint that can be read")
+    return False
 
 
 @contextmanager
 def small_disk(launcher: str, folder: Path) -> Iterator[Path]:
     """Mount a small tmpfs at `folder` where rank 0 runs, and yield a path to it for this process.
 
-    The hosts of the local Slurm cluster have mounts of their own, which /proc makes accessible.
+    Raise OSError if that is impossible here. The hosts of the local Slurm cluster have mounts of
+    their own, which /proc makes accessible.
     """
-    host = os.getpid() if launcher != "srun" else host_process()
+    host = slurm_host() if launcher == "srun" else os.getpid()
     on_host = ["nsenter", f"--target={host}", "--mount"]
     folder.mkdir(exist_ok=True)
-    mount(*on_host, "mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "drill", str(folder))
+    mount(*on_host, "mount", "-t", "tmpfs", "-o", "size=2m", "drill", str(folder))
     try:
         yield Path(f"/proc/{host}/root{folder}")
     finally:
         mount(*on_host, "umount", "--lazy", str(folder))  # lazy: a process may still use it
 
 
-def why_no_small_disk(launcher: str, folder: Path) -> str:
-    """Return in one line why rank 0 cannot have a small disk, or "" if it can."""
-    try:
-        with small_disk(launcher, folder):
-            return ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-
-
 def mount(*command: str) -> None:
-    """Run a command that mounts or unmounts.
-
-    Raises:
-        OSError: If it fails, with its message.
-    """
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     if ended.returncode:
         raise OSError(f"cannot mount a small disk: {ended.stderr.strip()}")

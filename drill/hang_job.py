@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_ref import on_rank, run_ranks
 
@@ -63,20 +63,18 @@ def hang(case: str) -> None:
             time.sleep(3600)
 
 
-class Items(Dataset[int]):
+class Items(IterableDataset[int]):
     """Samples that are slow, or that a DataLoader's worker never delivers."""
 
     def __init__(self, case: str) -> None:
         self.case = case
 
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def __getitem__(self, index: int) -> int:
-        Path("worker").touch()
-        hang(self.case)
-        time.sleep(1)
-        return index
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            Path("worker").touch()
+            hang(self.case)
+            time.sleep(1)
+            yield 0
 
 
 def disagree(case: str, odd: bool, step: Callable[..., None]) -> None:
@@ -104,7 +102,7 @@ def disagree(case: str, odd: bool, step: Callable[..., None]) -> None:
 def be_slow(case: str, odd: bool, number: int, batches: Iterator[int]) -> None:
     """Do what all ranks do before each step of a healthy job."""
     if case == "on_rank_work":
-        save()
+        on_rank(0)(time.sleep)(1)
     elif case in ("checkpoint", "barriers"):
         time.sleep(1 if odd and case == "checkpoint" else 0)
         dist.barrier()
@@ -116,11 +114,6 @@ def be_slow(case: str, odd: bool, number: int, batches: Iterator[int]) -> None:
             add_up(randrange(100))
     elif odd and not (case == "short_validation" and number % 3):
         time.sleep({"short_pause": 0.05, "straggler": 1, "short_validation": 2}.get(case, 0))
-
-
-@on_rank(0)
-def save() -> None:
-    time.sleep(1)
 
 
 def add_up(depth: int) -> int:

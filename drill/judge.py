@@ -3,14 +3,17 @@
 import re
 import signal
 from collections.abc import Set
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 from harness import Result
-from plan import DAMAGES, KEEP, STEPS, Plan
+from plan import DAMAGES, IN_TRAINING, KEEP, STEPS, Plan
 
 from ddp_ref.training import checkpoint
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, Any]  # of a module: tensors, and its extra state
 # What the output of a rank or its launcher must match.
 CAUSES = {
     "kill": "SIGKILL|Killed|exitcode: -9",
@@ -34,11 +37,20 @@ CRASH = (
     r"|tasks? \S+: Aborted|Bus error|SIGBUS|Illegal instruction|SIGILL"
     r"|(free|malloc)\(\): |double free"
 )
-LOADED = r"(step_\d+\.pt): epoch "  # in the log line of Handler.load
 
 
 class Wrong(AssertionError):
     """The round did not end right. The errors of the harness are AssertionErrors, too."""
+
+
+def intact_checkpoints(folder: Path) -> set[str]:
+    """Return the names of the checkpoints that can be read."""
+    intact = set()
+    for path in checkpoint.numbered(folder):
+        with suppress(OSError, checkpoint.DamagedCheckpoint):  # the job may just have deleted it
+            checkpoint.read(path)
+            intact.add(path.name)
+    return intact
 
 
 def check_kept(before: Set[str], after: Set[str]) -> None:
@@ -49,40 +61,48 @@ def check_kept(before: Set[str], after: Set[str]) -> None:
 
 
 def due_checkpoints(plan: Plan) -> set[str]:
-    """Return the checkpoints that must exist when the rank has reached its place."""
-    epochs = range(1, plan.epochs_saved + 1)[-KEEP:]
-    return {checkpoint.NAME.format(epoch * STEPS) for epoch in epochs}
+    """Return the checkpoints that must exist when the rank has reached its place.
+
+    This holds for both ranks, as each waits in `on_rank` until rank 0 has written a checkpoint.
+    """
+    saved = (plan.nth - 1) // (STEPS if plan.place == "step" else 1)  # epochs
+    return {checkpoint.NAME.format(epoch * STEPS) for epoch in range(1, saved + 1)[-KEEP:]}
 
 
-def check_output(plan: Plan, broken: Result, intact: Set[str], hit: bool) -> None:
-    """Check that the output names the cause, that its claims are true, and that nothing crashed.
+def check_broken(plan: Plan, broken: Result, before: Set[str], after: Set[str], hit: bool) -> None:
+    """Check that the broken job kept its checkpoints, named the cause and told the truth.
 
     Args:
         plan: The round.
         broken: The job that the fault hit.
-        intact: The checkpoints that can be read after the job.
+        before: The checkpoints before the fault.
+        after: The checkpoints that can be read after the job.
         hit: Whether the fault hit the training. If not, the job may succeed without a word.
     """
-    text = broken.stderr + broken.stdout
+    check_kept(before, after)
     check_no_crash(broken)
+    text = broken.stderr + broken.stdout
     cause = CAUSES["kill" if plan.fault in DAMAGES else plan.fault]
     if plan.restarts and broken.code == 0:
         cause = f"{cause}|{RESTARTED}"
-    if plan.must_save:
+    # After SIGTERM in Handler.train, the job saves and exits.
+    must_save = plan.fault == "terminate" and not plan.delay and plan.place in IN_TRAINING
+    if must_save:
         cause = "ended by a signal at step"
-    if (broken.code or (hit and plan.must_show)) and not re.search(cause, text):
+    # A job need not notice a pause. And once it has written as many checkpoints as it keeps,
+    # deleting the oldest one can make enough room on a full disk.
+    has_room = plan.fault == "full disk" and plan.place == "save" and plan.nth > KEEP
+    must_show = hit and plan.fault != "pause" and not has_room
+    if (broken.code or must_show) and not re.search(cause, text):
         raise Wrong(f"exit code {broken.code} without a clear error\n{text}")
-    if plan.must_save and plan.launcher != "torchrun" and broken.code != SIGTERM_CODE:
+    if must_save and plan.launcher != "torchrun" and broken.code != SIGTERM_CODE:
         raise Wrong(f"exit code {broken.code}, not {SIGTERM_CODE}, after a signal\n{text}")
     steps = re.findall(r"ended by a signal at step (\d+)", text)
-    check_kept({checkpoint.NAME.format(int(step)) for step in steps}, intact)
-
-
-def check_restart(broken: Result, before: Set[str]) -> None:
-    """Check that a job that torchrun restarted has loaded its newest checkpoint."""
-    loaded = max(re.findall(LOADED, broken.stderr), default="")
-    if before and loaded < max(before) and re.search(RESTARTED, broken.stderr):
-        raise Wrong(f"restarted by torchrun without loading {max(before)}\n{broken.stderr}")
+    check_kept({checkpoint.NAME.format(int(step)) for step in steps}, after)
+    restarted = broken.code == 0 and re.search(RESTARTED, text)
+    loaded = re.findall(r"(step_\d+\.pt): epoch ", text)  # in the log line of Handler.load
+    if restarted and max(loaded, default="") < max(before, default=""):
+        raise Wrong(f"restarted by torchrun without loading {max(before)}\n{text}")
 
 
 def check_no_crash(ended: Result) -> None:
@@ -94,13 +114,12 @@ def check_no_crash(ended: Result) -> None:
 
 def check_equal(weights: Weights, expected: Weights, what: str) -> None:
     """Check that the weights are equal, bit for bit. `what` names them in the error."""
-    same = weights.keys() == expected.keys()
-    if not same or not all(_same_bits(weights[name], expected[name]) for name in expected):
+    if {n: _bits(weights[n]) for n in weights} != {n: _bits(expected[n]) for n in expected}:
         raise Wrong(f"{what}: not equal to those of the fault-free run")
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bytes: torch.equal takes -0.0 for 0.0, and a float32 for the same float64."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+def _bits(value: Any) -> Any:
+    """Return what differs if a bit does: torch.equal takes -0.0 for 0.0, and ignores the dtype."""
+    if not isinstance(value, torch.Tensor):  # the extra state of a module
+        return value
+    return value.dtype, value.shape, value.numpy().tobytes()

@@ -17,15 +17,12 @@ PATIENCE = 60  # seconds that the rank waits for the drill
 REACHED = Path("reached")  # the rank writes its process id here when it starts to wait
 INJECTED = Path("injected")  # the drill writes this once it has injected its fault
 STEPS_TAKEN = Path("steps")  # has a byte for each step that the rank has taken
-# Here, rank 0 has written the new checkpoint, but not renamed it yet.
-WRITING = checkpoint, "_move_into_place"
 PLACES: dict[str, tuple[Any, str]] = {
-    "start-up": (TrainerDDP, "__init__"),  # before the group is open
     "load": (Handler, "load"),
     "step": (TrainLoop, "_train_step"),
     "validation": (Handler, "validate"),
     "epoch's end": (Checkpoint, "on_epoch_end"),
-    "save": (loop, "gather_objects"),  # the other ranks wait here as well
+    "save": (loop, "gather_objects"),
 }
 
 
@@ -38,27 +35,25 @@ def arm() -> None:
     original = TrainerDDP.__init__
 
     def armed(self: TrainerDDP, rank: int, config: Any) -> None:
-        if rank == moment["rank"] and not REACHED.exists():
-            owner, name = PLACES[moment["place"]]
-            nth = moment["nth"]
-            if moment["place"] == "save":
-                nth += 1  # `train` first tries to save
-            if name == "__init__":
-                wait()
-            elif moment["place"] == "save" and rank == 0:
-                wait_before(*WRITING, nth=nth)
-            else:
-                wait_before(owner, name, nth=nth)
         if rank == moment["rank"]:
+            if not REACHED.exists():
+                wait_at(**moment)
             count_steps()
         original(self, rank, config)
 
     TrainerDDP.__init__ = armed  # type: ignore[method-assign]
 
 
-def wait_before(owner: Any, name: str, nth: int) -> None:
-    """Patch the function `name` of `owner` to wait before its nth call."""
+def wait_at(rank: int, place: str, nth: int) -> None:
+    if place == "start-up":  # before the group is open
+        wait()
+        return
+    owner, name = PLACES[place]
+    if (place, rank) == ("save", 0):  # it has written the new checkpoint, but not renamed it yet
+        owner, name = checkpoint, "_move_into_place"
     function, calls = getattr(owner, name), 0
+    if place == "save":
+        nth += 1  # `train` first tries to save
 
     @functools.wraps(function)
     def waits(*args: Any, **kwargs: Any) -> Any:

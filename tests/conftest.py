@@ -54,19 +54,14 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
     """Build the site (warnings are errors), serve it, and return its pages, address and folder."""
-    folder = tmp_path_factory.mktemp("site")
-    built = run("make", "-C", ROOT, "docs", f"SITE={folder / 'html'}", cwd=folder)
+    folder = tmp_path_factory.mktemp("site") / "html"
+    built = run("make", "-C", ROOT, "docs", f"SITE={folder}", cwd=folder.parent)
     assert built.code == 0, built.stderr
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "html"))
-    Thread(target=server.serve_forever, daemon=True).start()
-    pages = [page.relative_to(folder / "html") for page in (folder / "html").rglob("*.html")]
-    yield (
-        sorted(map(str, pages)),
-        f"http://127.0.0.1:{server.server_port}",
-        folder / "html",
-    )
-    server.shutdown()
-    server.server_close()
+    pages = sorted(str(page.relative_to(folder)) for page in folder.rglob("*.html"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield pages, f"http://127.0.0.1:{server.server_port}", folder
+        server.shutdown()
 
 
 @pytest.fixture
@@ -95,25 +90,21 @@ def alone(request, tmp_path):
 @pytest.fixture(autouse=True)
 def no_leaks():
     """Fail a test that leaves a process group, a changed environment or a child process."""
-    before = _environment()
+    before = dict(os.environ)
     children = set(psutil.Process().children(recursive=True))
     yield
     group_left = dist.is_initialized()
     if group_left:
         dist.destroy_process_group()
-    changed = {name for name, _ in _environment().items() ^ before.items()}
+    changed = {name for name, _ in os.environ.items() ^ before.items()}
+    changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # importing torch sets the second
     for name in changed:
         os.environ.pop(name, None)
-    os.environ.update({name: before[name] for name in changed if name in before})
+    os.environ.update({name: before[name] for name in changed & {*before}})
     left = set(psutil.Process().children(recursive=True)) - children
     assert not group_left, "a process group was left open"
     assert not changed, f"environment variables were changed: {changed}"
     assert not left, f"child processes were left: {left}"
-
-
-def _environment() -> dict[str, str]:
-    ignored = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # importing torch sets the second
-    return {name: value for name, value in os.environ.items() if name not in ignored}
 
 
 @pytest.fixture

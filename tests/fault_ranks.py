@@ -1,14 +1,9 @@
-"""One rank of a run with a fault. test_faults.py starts it: `fault_ranks.py SCENARIO ...`.
-
-Each rank writes its results and exceptions to rank<R>.json.
-"""
+"""One rank of a run with a fault. test_faults.py starts it: `fault_ranks.py SCENARIO ...`."""
 
 import ctypes
-import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,64 +17,49 @@ from ddp_ref.initialize import cleanup_ddp, initialize_ddp
 
 TIMEOUT = timedelta(seconds=6)
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def one_dies(dying: str) -> None:
-    """Rank 0 works for a minute, but one rank is killed."""
-    if int(dying) == RANK:
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    on_rank(0)(time.sleep)(60)
-
-
-def stop() -> None:
-    Path("stopped").touch()
-    os.kill(os.getpid(), signal.SIGSTOP)
+WORKER = 1
 
 
 def report(call: Callable[[], object]) -> None:
-    """Append the result of the call, or its exception with the notes, to this rank's file."""
+    """Print the result of the call, or its exception with the notes."""
     try:
-        seen = {"type": None, "text": repr(call())}
+        seen = repr(call())
     except BaseException as error:  # noqa: BLE001 - reported
-        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        seen = {"type": type(error).__name__, "text": text}
-    file = Path(f"rank{RANK}.json")
-    before = json.loads(file.read_text()) if file.exists() else []
-    file.write_text(json.dumps([*before, seen]))
+        seen = f"{type(error).__name__} {[str(error), *getattr(error, '__notes__', [])]}"
+    print(f"report: {seen}", flush=True)
 
 
 def interrupted(worker: str) -> None:
     """The test sends Ctrl-C to all ranks, and none of them catches it."""
     if int(worker) != RANK:
-        Path(f"waits{RANK}").touch()
-    on_rank(int(worker))(lambda: [Path(f"waits{RANK}").touch(), time.sleep(60)])()
+        print("waits", flush=True)
+    on_rank(int(worker))(lambda: [print("works", flush=True), time.sleep(60)])()
 
 
 def slow() -> None:
     """The work takes longer than the group's timeout, and holds the GIL all that time."""
     sleep = ctypes.PyDLL(None).sleep  # type: ignore
-    report(on_rank(1, broadcast=True)(lambda: sleep(8) or "done"))
-    report(usable)
+    report(on_rank(WORKER, broadcast=True)(lambda: sleep(8) or "done"))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(f"report: usable by {total.item():.0f}", flush=True)
 
 
-def stopped(worker: str) -> None:
+def stopped() -> None:
     """The executing rank stops in a call with `max_wait`, in one without, and before an all-reduce.
 
     The other ranks give up the first call, wait for the second, and fail in the all-reduce.
     """
-    limit = timedelta(seconds=30 if int(worker) == RANK else 1)
-    short = on_rank(int(worker), broadcast=True, max_wait=limit)
-    report(short(lambda: stop() or "first"))
-    report(on_rank(int(worker), broadcast=True)(lambda: stop() or "second"))
-    if int(worker) == RANK:
+    limit = timedelta(seconds=30 if RANK == WORKER else 1)
+    report(on_rank(WORKER, broadcast=True, max_wait=limit)(lambda: stop() or "first"))
+    report(on_rank(WORKER, broadcast=True)(lambda: stop() or "second"))
+    if RANK == WORKER:
         stop()
     report(lambda: dist.all_reduce(torch.ones(1)))
 
 
-def usable() -> str:
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return f"usable by {total.item():.0f}"
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def meet() -> None:

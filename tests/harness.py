@@ -76,11 +76,10 @@ class Running:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.process.poll()
-        if self.process.returncode is None:  # the test failed, or it ends the command like this
+        if self.process.poll() is None:  # the test failed, or it ends the command like this
             self.kill()
             self.process.wait()
-        left = self._settle()
+        left = settle(self.mark)
         self.kill()
         assert kind or not left, f"processes left behind: {left}"
 
@@ -115,13 +114,6 @@ class Running:
             assert not over and time.monotonic() < deadline, f"{text!r} not in:\n{self.text()}"
             time.sleep(0.02)
         return self.text()
-
-    def _settle(self, seconds: float = 10) -> list[str]:
-        """Give the processes a short time to exit, and return those that are left."""
-        deadline = time.monotonic() + seconds
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return [str(process) for process in left]
 
 
 class Evil:
@@ -162,12 +154,18 @@ def marked(mark: str) -> list[psutil.Process]:
     """Return every live process that has inherited `mark`."""
     processes = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.environ().get(MARK) == mark and process.status() != "zombie":
                 processes.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
     return processes
+
+
+def settle(mark: str, seconds: float = 10) -> list[psutil.Process]:
+    """Give the processes with `mark` a short time to exit, and return those that are left."""
+    deadline = time.monotonic() + seconds
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def run(

@@ -1,510 +1,290 @@
 """Check the tests: put one small fault at a time into the package, and see whether a test fails.
 
-`make test-mutants` runs this script, which works in copies of the tree, in build/mutants. A fault
-that survives shows a promise that no test checks. When code or tests have moved, update the table:
-`tests/mutants.py --list` prints it, or says which faults no longer fit.
+`make test-mutants` runs this script, which works in copies of the tree, in build. A fault that
+survives shows a promise that no test checks. When code or tests have moved, update the table.
 """
 
-import argparse
-import ast
-import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
-import uuid
-import venv
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import psutil
 
+# Each fault: its name; what goes wrong; the file in the package, and pytest's arguments, with which
+# a test ought to fail; the text that is replaced, which occurs once in the file; and the new text.
+TABLE = r"""
+detection-weight
+    A batch of detection targets counts the boxes of its first image, not its images.
+    training/loss_and_metrics.py | tests/test_adoption.py -k asks_for_count
+    - if items not in (None, samples):
+    + if False:
+keep-one-more
+    Checkpoint(keep=N) keeps N + 1 files.
+    training/callbacks.py | tests/test_callbacks.py
+    - ours[: -self.keep]
+    + ours[: -self.keep - 1]
+checksum-ignored
+    A checkpoint with a flipped bit in a tensor is loaded.
+    training/checkpoint.py | tests/test_checkpoint.py -k flipped
+    - raise RuntimeError(f"wrong flag or checksum of {directories or changed}")
+    + pass
+sums-in-float32
+    reduce_sum and reduce_mean add up in float32, not in float64.
+    collectives.py | tests/test_collectives.py
+    - return torch.int64 if exact else torch.float64
+    + return torch.int64 if exact else torch.float32
+allow-list-by-name
+    !pyobject reaches other modules, such as os, through the modules that are allowed.
+    extras/config_file.py | tests/test_configuration.py
+    - if not _under(home, allowed):
+    + if not _under(name, allowed):
+worker-dies-of-sigusr1
+    A SIGUSR1 that was meant for the rank kills its DataLoader workers.
+    training/loader_workers.py | tests/test_data.py -k leave
+    - signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    + signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+empty-is-set
+    A launcher's variable that is set to nothing counts as set.
+    launch.py | tests/test_launch.py -k empty_variable
+    - else environ).items() if v}
+    + else environ).items()}
+every-backward-communicates
+    DDP averages the gradients after every microbatch of an accumulation window.
+    training/loop.py | tests/test_handler.py -k test_on_ranks
+    - if enabled or not isinstance
+    + if True or not isinstance
+different-data-unnoticed
+    Ranks with data sets of different lengths train anyway.
+    training/rank_sync.py | tests/test_handler.py -k test_on_ranks
+    - for other in every}) > 1:
+    + for other in every}) > 9:
+exit-not-shared
+    A SystemExit or a KeyboardInterrupt in on_rank is raised on the executing rank alone.
+    decorators.py | tests/test_on_rank.py -k test_on_ranks
+    - except BaseException as error:
+    + except Exception as error:
+loopback-on-one-node
+    The doctor calls a loopback master a problem on a single node too.
+    extras/doctor.py | tests/test_doctor.py -k loopback
+    - if launch.nnodes > 1 and ipaddress.ip_address(address).is_loopback:
+    + if ipaddress.ip_address(address).is_loopback:
+master-of-the-job
+    The master is the first host of the Slurm job, not of the step.
+    launch.py | tests/test_launch.py -k 'not scontrol'
+    - first_host(env["SLURM_STEP_NODELIST"])
+    + first_host(env["SLURM_JOB_NODELIST"])
+traceback-lost
+    An exception from another process arrives without its traceback.
+    decorators.py | tests/test_parallel_execution.py -k exception_keeps_its_type
+    - add_note(error, f"raised on {where}:\n{trace}")
+    + add_note(error, f"raised on {where}")
+no-eval-mode
+    Models are evaluated in training mode, with dropout and with the batch's own statistics.
+    training/model.py | tests/test_handler.py -k test_in_one_process
+    - inner.eval()
+    + inner.train(inner.training)
+signal-not-shared
+    The other ranks do not learn of a signal to one rank.
+    training/rank_sync.py | tests/test_handler.py -k signal_to_one_rank
+    - numbers = (count, self.stop, bool(self.signals))
+    + numbers = (count, self.stop, False)
+dead-worker-kept
+    A ParallelExecutor cannot be used again after one of its workers died.
+    workers/executor.py | tests/test_parallel_execution.py -k dead_worker
+    - if worker.alive:
+    + if True:
+accumulation-divisor
+    Accumulated batches of different sizes have the same weight in the gradient.
+    training/rank_sync.py | tests/test_handler.py -k test_in_one_process
+    - share = count / self.own if self.own else 0.0
+    + share = 1 / (1 if count == self.own else 3)
+zeros-of-a-host
+    A Slurm host such as node001 loses its leading zeros.
+    launch.py | tests/test_launch.py -k 'not scontrol'
+    - \[([0-9]+)[^]]*\]
+    + \[0*([0-9]+)[^]]*\]
+half-open-group
+    An initialize_ddp that fails leaves the process group open.
+    initialize.py | tests/test_initialize.py -k half_open
+    - if dist.is_initialized():  # torch
+    + if False:  # torch
+closed-output
+    A closed standard output costs the results of run_ranks.
+    workers/run_ranks.py | tests/test_run_ranks.py -k stdout_that_cannot_print
+    - except (OSError, ValueError) as error:
+    + except OSError as error:
+token-counts-of-one-rank
+    With count=, each rank's gradient is over its own tokens, not over those of all ranks.
+    training/rank_sync.py | tests/test_adoption.py -k test_on_ranks
+    - factor = count * (dist.get_world_size() / self._total)
+    + factor = torch.tensor(count / max(self.own, 1), dtype=torch.float64)
+scheduler-step-forgotten
+    A resumed run leaves out the step of a per-epoch scheduler that was due.
+    training/loop.py | tests/test_adoption.py -k test_in_one_process
+    - self._step_epoch_scheduler()  # on a resume: the file is from before it stepped
+    + pass
+stream-from-the-start
+    A stream starts again in every epoch.
+    training/data.py | tests/test_adoption.py -k test_in_one_process
+    - islice(self._stream, steps * self.accumulate)
+    + islice(self._endless(), steps * self.accumulate)
+metric-object-shared
+    Validation resets the metric objects of the epoch of training.
+    training/loss_and_metrics.py | tests/test_adoption.py -k test_in_one_process
+    - = copy.deepcopy(objects)
+    + = dict(objects)
+mean-of-means
+    Validation returns the mean over batches, not over samples.
+    training/evaluation.py | tests/test_handler.py -k test_in_one_process
+    - sums.add(count, task.loss_fn(outputs, targets), outputs, targets)
+    + sums.add(1, task.loss_fn(outputs, targets), outputs, targets)
+clipped-before-unscaled
+    Gradients are clipped before GradScaler has unscaled them.
+    training/loop.py | tests/test_handler.py -k unscaled
+    - scaler.unscale_(optimizer)
+    + pass
+call-without-its-ranks
+    Calls of one function on_rank(0) and on_rank(1) are taken for the same call.
+    decorators.py | tests/test_on_rank.py -k test_on_ranks
+    - {name} on {listed} (call
+    + {name} (call
+keys-pile-up
+    Each on_rank call leaves its keys in the store.
+    decorators.py | tests/test_on_rank.py -k test_on_ranks
+    - store.delete_key(f"{number - 1}{part}")
+    + pass
+lowest-loss-too-early
+    The dot on the lowest loss has the wrong epoch if validation began after the first epoch.
+    extras/figures.py | tests/test_run_folder.py -k began_late
+    - epochs[list(values).index(low)]
+    + list(values).index(low) + 1
+no-set-epoch
+    A DistributedSampler gives the same order in every epoch.
+    training/data.py | tests/test_handler.py -k test_in_one_process
+    -                 set_epoch(epoch)
+    +                 set_epoch(0)
+random-not-restored
+    Loading a batch changes the state of Python's random module.
+    randomness.py | tests/test_data.py -k leave
+    - random.setstate(state["random"])
+    + pass
+missing-ranks-unnamed
+    An opening that times out does not name the missing ranks.
+    initialize.py | tests/test_initialize.py -k missing
+    - missing = [other for other, key in enumerate(keys) if not store.check([key])] or [0]
+    + missing = [0]
+scheduler-state-dropped
+    A checkpoint with a scheduler's state is loaded by a Handler that has no scheduler.
+    handler.py | tests/test_handler.py -k does_not_fit
+    - "parts": {name: type(part).__name__ for name, part in self.loop.parts.items()},
+    + "parts": {},
+late-column-too-early
+    A list that began late stands beside the first epochs in history.csv.
+    training/run_folder.py | tests/test_run_folder.py -k began_late
+    - [""] * (last - len(values)) + [*values]
+    + [*values] + [""] * (last - len(values))
+other-default-in-yaml
+    The default of sync_every in a YAML file is not Handler's.
+    extras/config_schema.py | tests/test_configuration.py
+    - "sync_every": _count(1, 10)
+    + "sync_every": _count(1, 1)
+spread-of-one-rank
+    TrainerDDP's loss_std is over the batches of one rank, not of all ranks.
+    extras/trainer.py | tests/test_trainer.py -k split_is_the_same
+    - self.spread(together=True)
+    + self.spread(together=False)
+children-left-behind
+    What a rank or a worker has started outlives it.
+    workers/process.py | tests/test_run_ranks.py -k leaves_behind
+    - os.killpg(self._process.pid, signal.SIGKILL)
+    + os.kill(self._process.pid, signal.SIGKILL)
+saved-though-not-finite
+    A checkpoint is written although a weight is not finite.
+    handler.py | tests/test_handler.py -k not_finite_are_not_saved
+    - checkpoint.check_finite(self._unwrapped)
+    + pass
+maximum-of-a-loss
+    ReduceLROnPlateau(mode='max') gets the loss.
+    training/settings.py | tests/test_adoption.py -k constructor_gives
+    - if pair[0].mode == "max" and pair[1] == "epoch":
+    + if False:
+late-list-too-early
+    A list of the history that begins late has no NaN for the epochs before it.
+    training/train_state.py | tests/test_handler.py tests/test_callbacks.py tests/test_trainer.py
+    - [math.nan] * (self.epoch - 1 - len(column)) + [value]
+    + [value]
+bar-left-open
+    The progress bar of an epoch is not closed.
+    extras/progress_bar.py | tests/test_callbacks.py -k progress_bar
+    - self._bar.close()
+    + pass
+exit-code-of-success
+    A job that a signal ended looks like one that reached its end.
+    training/loop.py | tests/test_handler.py -k signal_to_one_rank
+    - raise Signalled(EXIT_CODE)
+    + raise Signalled(0)
+same-order-every-epoch
+    Each epoch has the order of the first.
+    training/samplers.py | tests/test_data.py -k order_and_padding
+    - manual_seed(self.seed + self.epoch)
+    + manual_seed(self.seed)
+pickling-error-unexplained
+    A value that cannot be sent to a worker is an error in pickle's words.
+    workers/process.py | tests/test_parallel_execution.py -k exception_keeps_its_type
+    - except Exception as error:
+    + except KeyError as error:
+"""
 
-@dataclass(frozen=True)
-class Mutation:
-    """A fault: in `file` of the package, `old` becomes `new`, and one of `tests` ought to fail."""
 
+class Mutation(NamedTuple):
     name: str
-    breaks: str  # what goes wrong, in a sentence
+    breaks: str
     file: str
-    old: str  # occurs once in the file
+    tests: str
+    old: str
     new: str
-    tests: str  # files in tests/, separated by spaces
-    keyword: str = ""  # for pytest's -k, where the whole files take much longer
 
 
-MUTATIONS = (
-    Mutation(
-        "detection-weight",
-        "A batch of detection targets counts the boxes of its first image, not its images.",
-        "training/loss_and_metrics.py",
-        "if items not in (None, samples):",
-        "if False:",
-        "test_adoption.py",
-        "asks_for_count",
-    ),
-    Mutation(
-        "keep-one-more",
-        "Checkpoint(keep=N) keeps N + 1 files.",
-        "training/callbacks.py",
-        "ours[: -self.keep]",
-        "ours[: -self.keep - 1]",
-        "test_callbacks.py",
-    ),
-    Mutation(
-        "checksum-ignored",
-        "A checkpoint with a flipped bit in a tensor is loaded.",
-        "training/checkpoint.py",
-        'raise RuntimeError(f"wrong flag or checksum of {directories or changed}")',
-        "pass",
-        "test_checkpoint.py",
-        "flipped",
-    ),
-    Mutation(
-        "sums-in-float32",
-        "reduce_sum and reduce_mean add up in float32, not in float64.",
-        "collectives.py",
-        "return torch.int64 if exact else torch.float64",
-        "return torch.int64 if exact else torch.float32",
-        "test_collectives.py",
-    ),
-    Mutation(
-        "allow-list-by-name",
-        "!pyobject reaches other modules, such as os, through the modules that are allowed.",
-        "extras/config_file.py",
-        "if not _under(home, allowed):",
-        "if not _under(name, allowed):",
-        "test_configuration.py",
-    ),
-    Mutation(
-        "worker-dies-of-sigusr1",
-        "A SIGUSR1 that was meant for the rank kills its DataLoader workers.",
-        "training/loader_workers.py",
-        "signal.signal(signal.SIGUSR1, signal.SIG_IGN)",
-        "signal.signal(signal.SIGUSR1, signal.SIG_DFL)",
-        "test_data.py",
-        "leave",
-    ),
-    Mutation(
-        "empty-is-set",
-        "A launcher's variable that is set to nothing counts as set.",
-        "launch.py",
-        "else environ).items() if v}",
-        "else environ).items()}",
-        "test_launch.py",
-        "empty_variable",
-    ),
-    Mutation(
-        "every-backward-communicates",
-        "DDP averages the gradients after every microbatch of an accumulation window.",
-        "training/loop.py",
-        "if enabled or not isinstance",
-        "if True or not isinstance",
-        "test_handler.py",
-        "test_on_ranks",
-    ),
-    Mutation(
-        "different-data-unnoticed",
-        "Ranks with data sets of different lengths train anyway.",
-        "training/rank_sync.py",
-        "for other in every}) > 1:",
-        "for other in every}) > 9:",
-        "test_handler.py",
-        "test_on_ranks",
-    ),
-    Mutation(
-        "exit-not-shared",
-        "A SystemExit or a KeyboardInterrupt in on_rank is raised on the executing rank alone.",
-        "decorators.py",
-        "except BaseException as error:",
-        "except Exception as error:",
-        "test_on_rank.py",
-        "test_on_ranks",
-    ),
-    Mutation(
-        "loopback-on-one-node",
-        "The doctor calls a loopback master a problem on a single node too.",
-        "extras/doctor.py",
-        "if launch.nnodes > 1 and ipaddress.ip_address(address).is_loopback:",
-        "if ipaddress.ip_address(address).is_loopback:",
-        "test_doctor.py",
-        "loopback",
-    ),
-    Mutation(
-        "master-of-the-job",
-        "The master is the first host of the Slurm job, not of the step.",
-        "launch.py",
-        'first_host(env["SLURM_STEP_NODELIST"])',
-        'first_host(env["SLURM_JOB_NODELIST"])',
-        "test_launch.py",
-        "not scontrol",
-    ),
-    Mutation(
-        "traceback-lost",
-        "An exception from another process arrives without its traceback.",
-        "decorators.py",
-        r'add_note(error, f"raised on {where}:\n{trace}")',
-        'add_note(error, f"raised on {where}")',
-        "test_parallel_execution.py",
-        "exception_keeps_its_type",
-    ),
-    Mutation(
-        "no-eval-mode",
-        "Models are evaluated in training mode, with dropout and with the batch's own statistics.",
-        "training/model.py",
-        "inner.eval()",
-        "inner.train(inner.training)",
-        "test_handler.py",
-        "test_in_one_process",
-    ),
-    Mutation(
-        "signal-not-shared",
-        "The other ranks do not learn of a signal to one rank.",
-        "training/rank_sync.py",
-        "numbers = (count, self.stop, bool(self.signals))",
-        "numbers = (count, self.stop, False)",
-        "test_handler.py",
-        "signal_to_one_rank",
-    ),
-    Mutation(
-        "dead-worker-kept",
-        "A ParallelExecutor cannot be used again after one of its workers died.",
-        "workers/executor.py",
-        "if worker.alive:",
-        "if True:",
-        "test_parallel_execution.py",
-        "dead_worker",
-    ),
-    Mutation(
-        "accumulation-divisor",
-        "Accumulated batches of different sizes have the same weight in the gradient.",
-        "training/rank_sync.py",
-        "share = count / self.own if self.own else 0.0",
-        "share = 1 / (1 if count == self.own else 3)",
-        "test_handler.py",
-        "test_in_one_process",
-    ),
-    Mutation(
-        "zeros-of-a-host",
-        "A Slurm host such as node001 loses its leading zeros.",
-        "launch.py",
-        r"\[([0-9]+)[^]]*\]",
-        r"\[0*([0-9]+)[^]]*\]",
-        "test_launch.py",
-        "not scontrol",
-    ),
-    Mutation(
-        "half-open-group",
-        "An initialize_ddp that fails leaves the process group open.",
-        "initialize.py",
-        "if dist.is_initialized():  # torch",
-        "if False:  # torch",
-        "test_initialize.py",
-        "half_open",
-    ),
-    Mutation(
-        "closed-output",
-        "A closed standard output costs the results of run_ranks.",
-        "workers/run_ranks.py",
-        "except (OSError, ValueError) as error:",
-        "except OSError as error:",
-        "test_run_ranks.py",
-        "stdout_that_cannot_print",
-    ),
-    Mutation(
-        "token-counts-of-one-rank",
-        "With count=, each rank's gradient is over its own tokens, not over those of all ranks.",
-        "training/rank_sync.py",
-        "factor = count * (dist.get_world_size() / self._total)",
-        "factor = torch.tensor(count / max(self.own, 1), dtype=torch.float64)",
-        "test_adoption.py",
-        "test_on_ranks",
-    ),
-    Mutation(
-        "scheduler-step-forgotten",
-        "A resumed run leaves out the step of a per-epoch scheduler that was due.",
-        "training/loop.py",
-        "self._step_epoch_scheduler()  # on a resume: the file is from before it stepped",
-        "pass",
-        "test_adoption.py",
-        "test_in_one_process",
-    ),
-    Mutation(
-        "stream-from-the-start",
-        "A stream starts again in every epoch.",
-        "training/data.py",
-        "islice(self._stream, steps * self.accumulate)",
-        "islice(self._endless(), steps * self.accumulate)",
-        "test_adoption.py",
-        "test_in_one_process",
-    ),
-    Mutation(
-        "metric-object-shared",
-        "Validation resets the metric objects of the epoch of training.",
-        "training/loss_and_metrics.py",
-        "= copy.deepcopy(objects)",
-        "= dict(objects)",
-        "test_adoption.py",
-        "test_in_one_process",
-    ),
-    Mutation(
-        "mean-of-means",
-        "Validation returns the mean over batches, not over samples.",
-        "training/evaluation.py",
-        "sums.add(count, task.loss_fn(outputs, targets), outputs, targets)",
-        "sums.add(1, task.loss_fn(outputs, targets), outputs, targets)",
-        "test_handler.py",
-        "test_in_one_process",
-    ),
-    Mutation(
-        "clipped-before-unscaled",
-        "Gradients are clipped before GradScaler has unscaled them.",
-        "training/loop.py",
-        "scaler.unscale_(optimizer)",
-        "pass",
-        "test_handler.py",
-        "unscaled",
-    ),
-    Mutation(
-        "call-without-its-ranks",
-        "Calls of one function on_rank(0) and on_rank(1) are taken for the same call.",
-        "decorators.py",
-        "{name} on {listed} (call",
-        "{name} (call",
-        "test_on_rank.py",
-        "test_on_ranks",
-    ),
-    Mutation(
-        "keys-pile-up",
-        "Each on_rank call leaves its keys in the store.",
-        "decorators.py",
-        'store.delete_key(f"{number - 1}{part}")',
-        "pass",
-        "test_on_rank.py",
-        "test_on_ranks",
-    ),
-    Mutation(
-        "lowest-loss-too-early",
-        "The dot on the lowest loss has the wrong epoch if validation began after the first epoch.",
-        "extras/figures.py",
-        "epochs[list(values).index(low)]",
-        "list(values).index(low) + 1",
-        "test_run_folder.py",
-        "began_late",
-    ),
-    Mutation(
-        "no-set-epoch",
-        "A DistributedSampler gives the same order in every epoch.",
-        "training/data.py",
-        "                set_epoch(epoch)",
-        "                set_epoch(0)",
-        "test_handler.py",
-        "test_in_one_process",
-    ),
-    Mutation(
-        "random-not-restored",
-        "Loading a batch changes the state of Python's random module.",
-        "randomness.py",
-        'random.setstate(state["random"])',
-        "pass",
-        "test_data.py",
-        "leave",
-    ),
-    Mutation(
-        "missing-ranks-unnamed",
-        "An opening that times out does not name the missing ranks.",
-        "initialize.py",
-        "missing = [other for other, key in enumerate(keys) if not store.check([key])] or [0]",
-        "missing = [0]",
-        "test_initialize.py",
-        "missing",
-    ),
-    Mutation(
-        "scheduler-state-dropped",
-        "A checkpoint with a scheduler's state is loaded by a Handler that has no scheduler.",
-        "handler.py",
-        '"parts": {name: type(part).__name__ for name, part in self.loop.parts.items()},',
-        '"parts": {},',
-        "test_handler.py",
-        "does_not_fit",
-    ),
-    Mutation(
-        "late-column-too-early",
-        "A list that began late stands beside the first epochs in history.csv.",
-        "training/run_folder.py",
-        '[""] * (last - len(values)) + [*values]',
-        '[*values] + [""] * (last - len(values))',
-        "test_run_folder.py",
-        "began_late",
-    ),
-    Mutation(
-        "other-default-in-yaml",
-        "The default of sync_every in a YAML file is not Handler's.",
-        "extras/config_schema.py",
-        '"sync_every": _count(1, 10)',
-        '"sync_every": _count(1, 1)',
-        "test_configuration.py",
-    ),
-    Mutation(
-        "spread-of-one-rank",
-        "TrainerDDP's loss_std is over the batches of one rank, not of all ranks.",
-        "extras/trainer.py",
-        "self.spread(together=True)",
-        "self.spread(together=False)",
-        "test_trainer.py",
-        "split_is_the_same",
-    ),
-    Mutation(
-        "children-left-behind",
-        "What a rank or a worker has started outlives it.",
-        "workers/process.py",
-        "os.killpg(self._process.pid, signal.SIGKILL)",
-        "os.kill(self._process.pid, signal.SIGKILL)",
-        "test_run_ranks.py",
-        "leaves_behind",
-    ),
-    Mutation(
-        "saved-though-not-finite",
-        "A checkpoint is written although a weight is not finite.",
-        "handler.py",
-        "checkpoint.check_finite(self._unwrapped)",
-        "pass",
-        "test_handler.py",
-        "not_finite_are_not_saved",
-    ),
-    Mutation(
-        "maximum-of-a-loss",
-        "ReduceLROnPlateau(mode='max') gets the loss.",
-        "training/settings.py",
-        'if pair[0].mode == "max" and pair[1] == "epoch":',
-        "if False:",
-        "test_adoption.py",
-        "constructor_gives",
-    ),
-    Mutation(
-        "late-list-too-early",
-        "A list of the history that begins late has no NaN for the epochs before it.",
-        "training/train_state.py",
-        "[math.nan] * (self.epoch - 1 - len(column)) + [value]",
-        "[value]",
-        "test_handler.py test_callbacks.py test_trainer.py",
-    ),
-    Mutation(
-        "bar-left-open",
-        "The progress bar of an epoch is not closed.",
-        "extras/progress_bar.py",
-        "self._bar.close()",
-        "pass",
-        "test_callbacks.py",
-        "progress_bar",
-    ),
-    Mutation(
-        "exit-code-of-success",
-        "A job that a signal ended looks like one that reached its end.",
-        "training/loop.py",
-        "raise Signalled(EXIT_CODE)",
-        "raise Signalled(0)",
-        "test_handler.py",
-        "signal_to_one_rank",
-    ),
-    Mutation(
-        "same-order-every-epoch",
-        "Each epoch has the order of the first.",
-        "training/samplers.py",
-        "manual_seed(self.seed + self.epoch)",
-        "manual_seed(self.seed)",
-        "test_data.py",
-        "order_and_padding",
-    ),
-    Mutation(
-        "pickling-error-unexplained",
-        "A value that cannot be sent to a worker is an error in pickle's words.",
-        "workers/process.py",
-        "except Exception as error:",
-        "except KeyError as error:",
-        "test_parallel_execution.py",
-        "exception_keeps_its_type",
-    ),
-)
-
+FIELDS = r"^([\w-]+)\n    (.+)\n    (\S+) \| (.+)\n    - (.+)\n    \+ (.+)$"
+MUTATIONS = [Mutation(*fields) for fields in re.findall(FIELDS, TABLE, re.MULTILINE)]
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path("src") / "ddp_ref"
-LIMIT = 420  # seconds for all tests of a mutation
-MARK = "DDP_TEST_MUTANT"  # every process of a slot inherits it, whatever session it moves to
-PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--timeout=120"]
-ENDS = ("killed", "SURVIVED", "ERROR")  # how a verdict begins
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "build", "runs")
+AT_ONCE = 2  # mutations
+LIMIT = 420  # seconds for the tests of a mutation
+MARK = "DDP_TEST_MUTANT"  # every process of a run inherits it, whatever session it moves to
+PYTEST = "-m pytest -x -q -n 0 -p no:cacheprovider --no-header --timeout=120"
 FAILED = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+::\w+(?:\[.*?\](?= - |$))?)", re.MULTILINE)
 
 
-class Result(NamedTuple):
-    """The outcome of a mutation, or of its tests without it."""
+def run(mutation: Mutation, mutated: bool) -> tuple[int | None, str]:
+    """Run the tests of a mutation in a copy of the tree, which has the fault if `mutated`.
 
-    name: str
-    verdict: str
-    seconds: float
-    output: str
-
-
-class Slot:
-    """A copy of the tree with its own environment, for one run at a time."""
-
-    def __init__(self, root: Path, number: int, workers: int) -> None:
-        self.folder, self.workers = root / "build" / "mutants" / str(number), workers
-        self.environment = os.environ | {MARK: uuid.uuid4().hex}
-        shutil.rmtree(self.folder, ignore_errors=True)
-        copy_tree(root, self.folder)
-        venv.create(self.folder / ".venv", symlinks=True)
-        self.python = self.folder / ".venv" / "bin" / "python"
-        (site,) = self.folder.glob(".venv/lib/python*/site-packages")
-        # Python reads no .pth file in the last of these folders, so it finds the package of the
-        # copy and not the editable install.
-        paths = [self.folder / "src", self.folder, sysconfig.get_path("purelib")]
-        (site / "mutants.pth").write_text("".join(f"{path}\n" for path in paths))
-        code = "import importlib.util; print(importlib.util.find_spec('ddp_ref').origin)"
-        command = [self.python, "-c", code]
-        found = subprocess.check_output(command, text=True, env=self.environment).strip()
-        if found != str(self.folder / PACKAGE / "__init__.py"):
-            sys.exit(f"error: the tests would import {found}, not the copy in {self.folder}")
-
-    def run(self, mutation: Mutation, mutate: bool) -> Result:
-        """Run the tests of `mutation`, with its fault in the copy if `mutate`."""
-        path, started = self.folder / PACKAGE / mutation.file, time.monotonic()
-        text = path.read_text()
-        try:
-            write(path, text.replace(mutation.old, mutation.new) if mutate else text)
-            code, output = self.pytest(mutation)
-        finally:
-            write(path, text)
-        seconds = time.monotonic() - started
-        if mutate:
-            return Result(mutation.name, verdict(code, output), seconds, output)
-        tests = f"{mutation.tests} {mutation.keyword}".rstrip()
-        if code != 0:
-            sys.exit(f"{output}\nerror: {tests} must pass without a mutation")
-        return Result("no mutation", f"passed {tests}", seconds, output)
-
-    def pytest(self, mutation: Mutation) -> tuple[int | None, str]:
-        """Return the exit code of pytest, or None if it took too long, and what it printed."""
-        options = ["-n", str(self.workers), "-m", "not full", "-k", mutation.keyword]
-        command = [self.python, *PYTEST, *options, *(f"tests/{t}" for t in mutation.tests.split())]
-        log = self.folder.with_suffix(".log")  # a process left behind would keep a pipe open
+    Return the exit code of pytest, or None if it took too long, and what it printed.
+    """
+    with TemporaryDirectory(dir=ROOT / "build") as folder:
+        copy, log = Path(folder, "copy"), Path(folder, "log")
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=NOT_COPIED)
+        file = copy / PACKAGE / mutation.file
+        if mutated:
+            file.write_text(file.read_text().replace(mutation.old, mutation.new))
+        # These folders come before those of the editable install.
+        paths = os.pathsep.join(map(str, [copy / "src", copy]))
+        environment = os.environ | {"PYTHONPATH": paths, MARK: folder}
+        command = [sys.executable, *shlex.split(f"{PYTEST} {mutation.tests}")]
         with (
-            log.open("wb") as out,
+            log.open("wb") as out,  # a process left behind would keep a pipe open
             subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                command, cwd=copy, env=environment, stdout=out, stderr=subprocess.STDOUT
             ) as process,
         ):
             try:
@@ -512,132 +292,60 @@ class Slot:
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                self.kill()
+                kill(folder)
         return code, log.read_text(errors="replace")
 
-    def kill(self) -> None:
-        """Kill every process of this slot."""
-        for _ in range(2):  # the second time, kill what was forked during the first
-            for process in psutil.process_iter():
-                with suppress(psutil.Error):
-                    if process.environ().get(MARK) == self.environment[MARK]:
-                        process.kill()
+
+def kill(mark: str) -> None:
+    """Kill every process of a run."""
+    for _ in range(2):  # the second time, kill what was forked during the first
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get(MARK) == mark:
+                    process.kill()
 
 
-def copy_tree(root: Path, folder: Path) -> None:
-    """Copy the files that git tracks, or would track, from `root` to `folder`."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.check_output(command, cwd=root, text=True)
-    for name in filter(None, listed.split("\0")):
-        if os.path.lexists(root / name):  # git also lists a file that was deleted
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(root / name, folder / name, follow_symlinks=False)
-
-
-def write(path: Path, text: str) -> None:
-    """Write a module, and remove its bytecode: Python could take it for that of the new text."""
-    path.write_text(text)
-    Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
-
-
-def is_alive(result: Result) -> bool:
-    return not result.verdict.startswith("killed")
-
-
-def verdict(code: int | None, output: str) -> str:
-    """Return what an exit code of pytest means for a mutation. None: pytest took too long."""
-    if code is None:
-        return f"killed by the limit of {LIMIT} s"
-    if code == 0:
-        return "SURVIVED"
-    # With xdist, pytest -x exits with 2 instead of 1. It also exits with 2 if a test file cannot be
-    # imported, but then it names no test. In that case, the mutation itself needs to be fixed.
+def verdict(mutation: Mutation) -> str:
+    """Return what the tests say about a mutation."""
+    started = time.monotonic()
+    code, output = run(mutation, mutated=True)
     test = FAILED.search(output.rpartition("short test summary info")[2])
-    if code == 1 or (code == 2 and test):
-        return f"killed by {test[1] if test else 'a test'}"
-    return f"ERROR: pytest ended in {code}"
+    if code == 0:
+        said = "SURVIVED"
+    elif code is None:
+        said = f"killed by the limit of {LIMIT} s"
+    elif code == 1 and test:
+        said = f"killed by {test[1]}"
+    else:
+        said = f"ERROR: pytest ended in {code}\n{output[-4000:]}"
+    return f"{said}  {time.monotonic() - started:.0f} s"
 
 
-def problems(root: Path, mutation: Mutation) -> Iterator[str]:
-    """Yield what keeps `mutation` from being applied to the tree."""
-    path = root / PACKAGE / mutation.file
-    count = path.read_text().count(mutation.old) if path.exists() else 0
-    if count != 1:
-        yield f"{mutation.name}: its text must occur once in {path}, not {count} times"
-        return
-    try:
-        ast.parse(path.read_text().replace(mutation.old, mutation.new))
-    except SyntaxError as error:
-        yield f"{mutation.name}: the mutated {path} is not Python: {error}"
-    for test in (root / "tests" / name for name in mutation.tests.split()):
-        if not test.is_file():
-            yield f"{mutation.name}: there is no {test}"
-
-
-def run_all(slots: Sequence[Slot], mutations: Sequence[Mutation], mutate: bool) -> list[Result]:
-    """Print each result as it comes, and return them all. On Ctrl-C or an error, end all runs."""
-    free: SimpleQueue[Slot] = SimpleQueue()
-    for slot in slots:
-        free.put(slot)
-
-    def run_one(mutation: Mutation) -> Result:
-        slot = free.get()
-        try:
-            return slot.run(mutation, mutate)
-        finally:
-            free.put(slot)
-
-    results = []
-    with ThreadPoolExecutor(len(slots)) as pool:
-        futures = [pool.submit(run_one, mutation) for mutation in mutations]
-        try:
-            for future in as_completed(futures):
-                results.append(result := future.result())
-                print(f"{result.name:<26} {result.verdict}  {result.seconds:.0f} s", flush=True)
-                if result.verdict.startswith("ERROR"):
-                    print(*result.output.splitlines()[-40:], sep="\n", flush=True)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            while not all(future.done() for future in futures):
-                for slot in slots:
-                    slot.kill()
-    return results
+def unmutated(mutation: Mutation) -> str:
+    """Exit unless the tests of a mutation pass without it."""
+    code, output = run(mutation, mutated=False)
+    if code != 0:
+        sys.exit(f"{output}\nerror: {mutation.tests} must pass without a mutation")
+    return f"passes without a mutation: {mutation.tests}"
 
 
 def main() -> int:
-    """Do what the command line says, and return the exit code."""
-    parser = argparse.ArgumentParser(description="Find out which faults the tests notice.")
-    names = [mutation.name for mutation in MUTATIONS]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", default=names)
-    parser.add_argument("--jobs", type=int, default=2, help="mutations at once")
-    parser.add_argument("--workers", type=int, default=0, help="pytest's -n for each mutation")
-    parser.add_argument("--root", type=Path, default=Path(__file__).parent.parent)
-    parser.add_argument("--no-control", action="store_true", help="do not run the tests unmutated")
-    parser.add_argument("--list", action="store_true", help="print the table and run nothing")
-    options = parser.parse_args()
-    root = options.root.resolve()
-    chosen = [mutation for mutation in MUTATIONS if mutation.name in options.only]
-    if wrong := [line for mutation in chosen for line in problems(root, mutation)]:
-        sys.exit("\n".join(f"error: {line}" for line in wrong))
-    if options.list:
-        for mutation in chosen:
-            print(f"{mutation.name}: {mutation.breaks}")
-            print(f"    {mutation.file}, {mutation.tests} {mutation.keyword}".rstrip())
-        return 0
-    try:
-        slots = [Slot(root, number, options.workers) for number in range(max(1, options.jobs))]
-        if not options.no_control:
-            distinct = {(mutation.tests, mutation.keyword): mutation for mutation in chosen}
-            run_all(slots, [*distinct.values()], mutate=False)
-        started = time.monotonic()
-        results = run_all(slots, chosen, mutate=True)
-    except KeyboardInterrupt:
-        return 130
-    ends = {what: [r.name for r in results if r.verdict.startswith(what)] for what in ENDS}
-    killed, seconds = len(ends.pop("killed")), time.monotonic() - started
-    left = "".join(f"; {what.lower()}: {', '.join(names)}" for what, names in ends.items() if names)
-    print(f"{killed} of {len(results)} killed in {seconds:.0f} s{left}")
-    return int(any(map(is_alive, results)))
+    """Try all mutations, or those that are named on the command line; return the exit code."""
+    names = sys.argv[1:] or [each.name for each in MUTATIONS]
+    chosen = [each for each in MUTATIONS if each.name in names]
+    if len(chosen) < len(names):
+        sys.exit(f"error: there is no mutation of each of these names: {' '.join(names)}")
+    (ROOT / "build").mkdir(exist_ok=True)
+    verdicts = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for line in pool.map(unmutated, {each.tests: each for each in chosen}.values()):
+            print(line, flush=True)
+        for mutation, line in zip(chosen, pool.map(verdict, chosen), strict=True):
+            print(f"{mutation.name:<26} {line}", flush=True)
+            verdicts.append(line)
+    killed = sum(line.startswith("killed") for line in verdicts)
+    print(f"{killed} of {len(verdicts)} killed")
+    return int(killed < len(verdicts))
 
 
 if __name__ == "__main__":

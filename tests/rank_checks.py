@@ -22,7 +22,7 @@ from harness import run, torchrun
 
 HERE = Path(__file__).parent
 TIMEOUT = timedelta(seconds=60)
-STUCK = 50  # seconds after which a rank writes its stack; less than its peers' timeout
+STUCK = 50  # seconds after which a rank prints its stack; less than its peers' timeout
 
 
 def run_checks(namespace: dict[str, Any]) -> None:
@@ -40,10 +40,9 @@ def run_checks(namespace: dict[str, Any]) -> None:
     else:
         initialize_ddp(TIMEOUT, use_distributed=True)
     results = Path(f"rank{dist.get_rank()}.json")
-    stack = Path(f"rank{dist.get_rank()}.stack").open("w")  # noqa: SIM115 - stays open
     done: dict[str, str] = {}
-    for name in _names(namespace):
-        faulthandler.dump_traceback_later(STUCK, file=stack)
+    for name in [name for name in namespace if name.startswith("check_")]:
+        faulthandler.dump_traceback_later(STUCK)
         try:
             namespace[name]()
             done[name] = "passed"
@@ -63,15 +62,14 @@ def checks(script: str) -> list[str]:
     return [line[4:].split("(")[0] for line in source.splitlines() if line.startswith("def check_")]
 
 
-def on_ranks(script: str, world: int, *flags: str, fresh: bool = False, full: bool = False) -> Any:
+def on_ranks(script: str, world: int, *flags: str, fresh: bool = False) -> Any:
     """Return the parameter `launch` of a test called test_on_ranks, which calls `check_passes`.
 
     All tests of one launch run on the same pytest-xdist worker (see the project's conftest.py).
     Unless the ranks are `fresh`, they share a hash seed, so a set has the same order in all of
-    them. A `full` launch runs only under `make test-full`.
+    them.
     """
-    marks = [pytest.mark.full] if full else []
-    return pytest.param((script, world, fresh, *flags), id=str(world), marks=marks)
+    return pytest.param((script, world, fresh, *flags), id=str(world))
 
 
 def check_passes(launch: tuple[Any, ...], name: str) -> None:
@@ -88,15 +86,9 @@ def _results(script: str, world: int, fresh: bool, *flags: str) -> list[dict[str
         files = [Path(folder, f"rank{rank}.json") for rank in range(world)]
         assert all(file.exists() for file in files), ended.stderr
         results = [json.loads(file.read_text()) for file in files]
-        stacks = [f"\n{file.name}:\n{file.read_text()}" for file in Path(folder).glob("*.stack")]
-        for done in results:
-            failed = [name for name, text in done.items() if text != "passed"]
-            done.update({name: done[name] + "".join([*stacks, ended.stderr]) for name in failed})
-        return results
-
-
-def _names(namespace: dict[str, Any]) -> list[str]:
-    return [name for name in namespace if name.startswith("check_")]
+    for done in results:
+        done.update({name: text + ended.stderr for name, text in done.items() if text != "passed"})
+    return results
 
 
 def raised(kind: type[BaseException], call: Callable[..., object], *args: object) -> BaseException:

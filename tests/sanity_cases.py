@@ -1,6 +1,11 @@
-"""What each rank passes to the checks of scripts/sanity.py; test_sanity.py starts the ranks."""
+"""The checks of scripts/sanity.py with right and wrong arguments; test_sanity.py starts the ranks.
 
+Each function below has the name of the check that it tries.
+"""
+
+import math
 from contextlib import nullcontext
+from functools import partial
 
 import sanity
 import torch
@@ -8,114 +13,103 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DistributedSampler
 
-from ddp_ref import cleanup_ddp, initialize_ddp
+from ddp_ref import cleanup_ddp, gather_objects, initialize_ddp
 
 SIZE = 13  # no number of ranks or workers here divides it
 
 
-def verdicts():
-    """Call every check in every case on this rank; return what it said, by check and case.
+def try_all():
+    """Try every check on this rank.
 
     A single process does this twice: without a process group, then in a group of one.
     """
-    info = initialize_ddp()
-    answers = [all_answers(info)]
-    if not info.distributed:
+    if not try_each().distributed:
         cleanup_ddp()
-        answers.append(all_answers(initialize_ddp(use_distributed=True)))
-    return answers
+        try_each(use_distributed=True)
 
 
-def all_answers(info):
-    answers = {}
-    # All cases come first: in CPython 3.11.7, a worker forked just after a collective can hang.
-    made = {c: cases(info.rank, info.world_size, info.device) for c, cases in CASES.items()}
-    for check, cases in made.items():
-        answers[check.__name__] = {}
-        for name, arguments in cases.items():
-            if callable(arguments):  # gradients are computed just before they are checked
-                arguments = arguments()
-            try:
-                check(*arguments)
-                answers[check.__name__][name] = None
-            except AssertionError as error:
-                answers[check.__name__][name] = str(error)
-    return answers
+def try_each(**options):
+    info = initialize_ddp(**options)
+    for name, cases in globals().items():
+        if name.startswith("check_"):
+            cases(getattr(sanity, name), info.rank, info.world_size, info.device)
+    return info
 
 
-def samples(rank, world, device):
-    shard = DistributedSampler(range(SIZE), world, rank, seed=1)
+def mistake(fewest, line, check, *arguments):
+    """Fail unless the check raises on `fewest` ranks or more: the same line on all ranks.
+
+    `line` is a part of it.
+    """
+    try:
+        said = check(*arguments)
+    except AssertionError as error:
+        said = str(error)
+    every = gather_objects(said, to_all=True)
+    assert set(every) == {said}, every
+    assert (said is not None) == (len(every) >= fewest), said
+    assert said is None or (line in said and "\n" not in said), said
+
+
+healthy = partial(mistake, math.inf, "")
+
+
+def check_samples_drawn_once(check, rank, world, device):
+    shard = list(DistributedSampler(range(SIZE), world, rank, seed=1))
     other_seed = DistributedSampler(range(SIZE), world, rank, seed=rank)
     dropped = DistributedSampler(range(SIZE), world, rank, drop_last=True)
-    return {
-        "": (list(shard), SIZE),
-        "a tensor": (torch.tensor(list(shard)), SIZE),
-        "dropped, as told": (list(dropped), SIZE, SIZE % world),
-        "no sampler": (range(SIZE), SIZE),
-        "seeded by rank": (list(other_seed), SIZE),
-        "lost": (list(shard)[1:], SIZE),
-    }
+    healthy(check, shard, SIZE)
+    healthy(check, list(dropped), SIZE, SIZE % world)
+    mistake(2, "draws of 13 samples, sample 0", check, range(SIZE), SIZE)
+    mistake(2, "use a DistributedSampler, with the same seed", check, list(other_seed), SIZE)
+    mistake(1, "samples were not drawn, such as", check, shard[1:], SIZE)
 
 
-class Stream(IterableDataset):
-    def __init__(self, rank, world, by_worker):
-        self.rank, self.world, self.by_worker = rank, world, by_worker
-
-    def __iter__(self):
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info and self.by_worker else (0, 1)
-        return iter(range(SIZE)[self.rank * workers + worker :: self.world * workers])
-
-
-def stream(rank, world, device):
-    def read(*arguments):
-        dataset = Stream(*arguments)
-        return list(DataLoader(dataset, None, num_workers=2, multiprocessing_context="fork"))
-
-    by_both = read(rank, world, True)
-    return {
-        "": (by_both, SIZE),
-        "names": ([f"file {item}" for item in by_both], SIZE),
-        "each rank reads all": (range(SIZE),),
-        "workers repeat": (read(rank, world, False), SIZE),
-        "lost": ([item for item in by_both if item != 3], SIZE),
-    }
+def check_stream_read_once(check, rank, world, device):
+    shard = list(range(SIZE)[rank::world])
+    repeated = "13 of 13 items were read more than once, item 0"
+    healthy(check, shard, SIZE)
+    healthy(check, [f"file {item}" for item in shard], SIZE)
+    mistake(2, repeated, check, range(SIZE))
+    mistake(1, f"{repeated} was read 2 times", check, shard * 2, SIZE)  # by both workers
+    lost = [item for item in shard if item != 3]
+    mistake(1, "12 of 13 items were read: shard by rank and by worker", check, lost, SIZE)
 
 
-def epochs(rank, world, device):
+def check_epochs_differ(check, rank, world, device):
     sampler = DistributedSampler(range(100), world, rank)
     first, again = list(sampler), list(sampler)
     sampler.set_epoch(1)
     second = list(sampler)
-    return {
-        "": (first, second),
-        "no set_epoch": (first, torch.tensor(again)),
-        "on rank 0 only": (first, second if rank == 0 and world > 1 else again),
-    }
+    on_rank_0_only = second if rank == 0 and world > 1 else again
+    healthy(check, first, second)
+    mistake(1, "both epochs begin with [", check, first, torch.tensor(again))
+    mistake(1, "call sampler.set_epoch(epoch) on every rank", check, first, on_rank_0_only)
 
 
-def augmentation(rank, world, device):
+def check_augmentation_differs(check, rank, world, device):
     def draw(seed):
         return torch.rand(50, generator=torch.Generator().manual_seed(seed))
 
     workers_alike = torch.cat([draw(rank), draw(rank)])
-    return {"": (draw(rank),), "ranks alike": (draw(0),), "workers alike": (workers_alike,)}
+    healthy(check, draw(rank))
+    mistake(2, "only 50 of", check, draw(0))
+    mistake(1, "random draws are different: seed a generator", check, workers_alike)
 
 
-def split(rank, world, device):
+def check_same_split(check, rank, world, device):
     def shuffled(seed):
         order = torch.randperm(30, generator=torch.Generator().manual_seed(seed)).tolist()
         return order[:20], order[20:]
 
     train, test = shuffled(0)
-    return {
-        "": (train, test),
-        "seeded by rank": shuffled(rank),
-        "one item less": (train[: 20 - rank], test),
-        "overlap": (train + test[:1], torch.tensor(test)),
-    }
+    healthy(check, train, test)
+    mistake(2, "test items are in the training set of a rank", check, *shuffled(rank))
+    mistake(2, "the ranks hold different splits of 30 items", check, train[: 20 - rank], test)
+    leaked = train + test[:1]
+    mistake(1, "1 of 10 test items are in the training set", check, leaked, torch.tensor(test))
 
 
 def network(device):
@@ -137,109 +131,76 @@ def batch(world, device):
     return torch.randn(count, 4, device=device), torch.randint(3, (count,), device=device)
 
 
-def whole_gradient(rank, world, device):
+def check_whole_batch_gradient(check, rank, world, device):
     inputs, labels = batch(world, device)
     start = rank * (rank + 1) // 2
     mine = slice(start, start + rank + 1)
 
     def after(scale, reduction, whole_reduction="mean"):
-        def arguments():
-            model = network(device)
-            loss = F.cross_entropy(model(inputs[mine]), labels[mine], reduction=reduction)
-            (loss * scale).backward()
-            gradient = model if world == 1 else inner(model)
+        model = network(device)
+        loss = F.cross_entropy(model(inputs[mine]), labels[mine], reduction=reduction)
+        (loss * scale).backward()
 
-            def whole_loss():
-                return F.cross_entropy(inner(model)(inputs), labels, reduction=whole_reduction)
+        def whole_loss():
+            return F.cross_entropy(inner(model)(inputs), labels, reduction=whole_reduction)
 
-            return gradient, whole_loss
+        return model if world == 1 else inner(model), whole_loss
 
-        return arguments
-
-    return {
-        "": after(world / len(labels), "sum"),
-        "a sum": after(1, "sum", "sum"),
-        "a mean of unequal counts": after(1, "mean"),
-        "divided by 5": after(1 / 5, "mean"),
-        "not a number": after(float("nan"), "mean"),
-    }
+    healthy(check, *after(world / len(labels), "sum"))
+    mistake(2, "rank 0's gradient has norm", check, *after(1, "sum", "sum"))
+    mistake(2, "local sum x world size / count of all ranks", check, *after(1, "mean"))
+    mistake(1, "the whole batch's", check, *after(1 / 5, "mean"))
+    mistake(1, "rank 0's gradient has norm nan", check, *after(float("nan"), "mean"))
 
 
-def replicas(rank, world, device):
+def check_replicas_equal(check, rank, world, device):
     def changed(edit):
         model = network(device)
         with torch.no_grad():
             edit(inner(model)[2].weight)
-        return (model,)
+        return model
 
-    return {
-        "": changed(lambda weight: weight),
-        "NaN on all": changed(lambda weight: weight.fill_(float("nan"))),
-        "last bit": changed(lambda weight: weight[0, 0].mul_(1 + rank * 2.0**-22)),
-        "two weights swapped": changed(lambda weight: weight.copy_(weight.roll(rank, 0))),
-        "other layers": (nn.Linear(2, 2, bias=rank == 0).to(device),),
-    }
+    healthy(check, changed(lambda weight: weight))
+    healthy(check, changed(lambda weight: weight.fill_(float("nan"))))
+    differ = "1 of 4 parameters differ between rank 0 and rank 1, such as module.2.w"
+    mistake(2, differ, check, changed(lambda weight: weight[0, 0].mul_(1 + rank * 2.0**-22)))
+    mistake(2, differ, check, changed(lambda weight: weight.copy_(weight.roll(rank, 0))))
+    other_layers = nn.Linear(2, 2, bias=rank == 0).to(device)
+    mistake(2, "ranks have [1, 2] parameters", check, other_layers)
 
 
-def metric(rank, world, device):
+def check_metric_is_global(check, rank, world, device):
     values = torch.arange(SIZE, dtype=torch.float64) ** 2
     own = values[rank::world]
     padded = values[list(DistributedSampler(values, world, rank, shuffle=False))]
     exact = values.mean().item()
     mean_of_means = torch.stack([part.mean() for part in values.split(5)]).mean()
-    return {
-        "": (exact, own.sum(), len(own), SIZE),
-        "this rank's": (own.mean(), own.sum(), len(own), SIZE),
-        "mean of means": (mean_of_means, own.sum(), len(own)),
-        "padding": (exact, padded.sum(), len(padded), SIZE),
-        "nothing": (0.0, 0.0, 0),
-    }
+    healthy(check, exact, own.sum(), len(own), SIZE)
+    mistake(2, "the ranks report", check, own.mean(), own.sum(), len(own), SIZE)
+    mistake(1, "but sum / count is 50", check, mean_of_means, own.sum(), len(own))
+    without_padding = "samples, not 13: shard without padding"
+    mistake(2, without_padding, check, exact, padded.sum(), len(padded), SIZE)
+    mistake(1, "but sum / count is nan", check, 0.0, 0.0, 0)
 
 
-def reduced(rank, world, device):
-    inputs, labels = batch(world, device)
-    inputs = inputs[rank : rank + 1]
-    labels = labels[rank : rank + 1]
+def check_gradients_reduced(check, rank, world, device):
+    inputs, labels = (values[rank : rank + 1] for values in batch(world, device))
 
-    def after(forward, *, sync=True):
-        def arguments():
-            model = network(device)
-            no_sync = getattr(model, "no_sync", nullcontext)
-            with nullcontext() if sync else no_sync():
-                F.cross_entropy(forward(model)(inputs), labels).backward()
-            return (model,)
-
-        return arguments
-
-    def without_gradients():
+    def after(forward=lambda model: model, backward=True, sync=True):
         model = network(device)
-        if rank == 0:
-            F.cross_entropy(inner(model)(inputs), labels).backward()
-        return (model,)
+        no_sync = getattr(model, "no_sync", nullcontext)
+        with nullcontext() if sync else no_sync():
+            loss = F.cross_entropy(forward(model)(inputs), labels)
+            if backward:
+                loss.backward()
+        return model
 
-    def sparse():
+    healthy(check, after())
+    if device.type == "cpu":  # NCCL sends no sparse tensors
         table = nn.Embedding(3, 2, sparse=True)
         table(torch.tensor([1, 1])).sum().backward()
-        return (table,)
-
-    return {
-        "": after(lambda model: model),
-        **({"sparse": sparse} if device.type == "cpu" else {}),  # NCCL sends no sparse tensors
-        "through module": after(inner),
-        "no_sync": after(lambda model: model, sync=False),
-        "rank 0 alone": without_gradients,
-        "before backward": lambda: (network(device),),
-    }
-
-
-CASES = {
-    sanity.check_samples_drawn_once: samples,
-    sanity.check_stream_read_once: stream,
-    sanity.check_epochs_differ: epochs,
-    sanity.check_augmentation_differs: augmentation,
-    sanity.check_same_split: split,
-    sanity.check_whole_batch_gradient: whole_gradient,
-    sanity.check_replicas_equal: replicas,
-    sanity.check_metric_is_global: metric,
-    sanity.check_gradients_reduced: reduced,
-}
+        healthy(check, table)
+    mistake(2, "4 of 4 gradients differ between rank 0 and rank 1", check, after(inner))
+    mistake(2, "outside no_sync", check, after(sync=False))
+    mistake(2, "ranks have [0, 4] gradients", check, after(inner, backward=rank == 0))
+    mistake(1, "no rank has a gradient", check, after(backward=False))

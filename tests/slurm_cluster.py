@@ -9,9 +9,11 @@ import time
 import uuid
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from harness import MARK, SCRIPTS, Result, clean_environment, marked, run
+from harness import MARK, SCRIPTS, Result, clean_environment, marked, run, settle
 
 LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
 DIGITS = SCRIPTS / "configs" / "digits.yaml"
@@ -81,9 +83,7 @@ class Job:
         if self.fields()["JobState"] not in END_STATES:
             self.tell("scancel")
             self.wait_until(*END_STATES)
-        deadline = time.monotonic() + 5
-        while (left := marked(self.mark)) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        left = settle(self.mark, 5)
         for process in left:
             process.kill()
         assert kind or not left, f"processes left behind: {left}"
@@ -99,10 +99,8 @@ class Job:
     def wait_until(self, *states: str, timeout: float = 240) -> dict[str, str]:
         """Return the fields once the job is in one of `states`."""
         deadline = time.monotonic() + timeout
-        while (fields := self.fields())["JobState"] not in states:
-            assert time.monotonic() < deadline, (
-                f"{fields['JobState']}, not {states}:\n{self.text()}"
-            )
+        while (state := (fields := self.fields())["JobState"]) not in states:
+            assert time.monotonic() < deadline, f"{state}, not {states}:\n{self.text()}"
             time.sleep(0.1)
         return fields
 
@@ -170,29 +168,26 @@ def project_folder(folder: Path) -> Path:
 
 def weights(folder: Path) -> list[torch.Tensor]:
     """Return the weights that a script has saved in `folder`."""
-    if (folder / "snapshot.pt").exists():
-        content = torch.load(folder / "snapshot.pt", weights_only=True)["model"]
-    elif (folder / "checkpoint.pt").exists():
-        content = torch.load(folder / "checkpoint.pt", weights_only=True)
-    else:
-        newest = max(folder.glob("runs/*/step_*.pt"))
-        content = torch.load(newest, weights_only=True)["model"]
-    return list(content.values())
+    files = [*folder.glob("snapshot.pt"), *folder.glob("checkpoint.pt")]
+    files += sorted(folder.glob("runs/*/step_*.pt"))
+    content = torch.load(files[-1], weights_only=True)
+    return list(content.get("model", content).values())
 
 
 @cache
-def one_process(folder: Path, script: str, batch_size: int, epochs: int) -> list[torch.Tensor]:
-    """Return the weights that one process ends with: of train_reference, or of the ladder."""
-    folder = folder / uuid.uuid4().hex
-    folder.mkdir()
-    command = [SCRIPTS / "multigpu_spawn.py", str(epochs), "--nproc=1"]
-    command += [f"--batch_size={batch_size}"]
+def trained_here(script: str, epochs: int, nproc: int = 1, batch_size: int = 32) -> list[Any]:
+    """Return the weights that `nproc` processes end with on this machine, without Slurm.
+
+    The script is "train_reference", or any other name for the ladder.
+    """
+    command = [SCRIPTS / "multigpu_spawn.py", str(epochs), f"--batch_size={batch_size}"]
     if script == "train_reference":
         settings = [f"training.num_epochs={epochs}", f"training.batch_size={batch_size}"]
         command = [SCRIPTS / "train_reference.py", "--config", DIGITS, "--set", *settings]
-    ended = run(sys.executable, *command, cwd=folder)
-    assert ended.code == 0, ended.stderr
-    return weights(folder)
+    with TemporaryDirectory() as folder:
+        ended = run(sys.executable, *command, f"--nproc={nproc}", cwd=Path(folder))
+        assert ended.code == 0, ended.stderr
+        return weights(Path(folder))
 
 
 def assert_close(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:

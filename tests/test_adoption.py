@@ -1,18 +1,20 @@
-"""Handler with existing code: any batch, token means, existing loaders, streams, custom loops."""
+"""Handler with existing code: any batch, token means, existing loaders, streams."""
 
 import gc
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import adoption_checks
 import pytest
 import torch
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
-from training_job import Points, job, network
+from training_job import Points, accuracy, job, network
 
-from ddp_ref import Checkpoint, Handler, run_ranks
+from ddp_ref import Callback, Checkpoint, Handler, run_ranks
 from ddp_ref.training.loss_and_metrics import samples_in
 from ddp_ref.training.model import detach, move
 
@@ -32,42 +34,56 @@ def test_in_one_process(name, tmp_path, monkeypatch):
     getattr(adoption_checks, name)()
 
 
-class Timm:
-    """A scheduler like those of timm, whose `step` takes the number of the epoch."""
-
-    def step(self, epoch, metric=None):
-        raise AssertionError
+def plateau(**options):
+    return lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options)
 
 
-def make_handler(**options):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    arguments = {"optimizer": optimizer, "loss_fn": nn.functional.cross_entropy, "device": "cpu"}
-    return Handler(model, **arguments | options)
+SPARSE = nn.Embedding(4, 2, sparse=True)
+F1 = adoption_checks.F1
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("options", "text"),
     [
-        ({"optimizer": []}, TypeError, "one torch.optim.Optimizer, not a list: .* own loop"),
-        ({"scheduler": {"scheduler": 1}}, ValueError, r"a scheduler or .*\{.*dict\['scheduler'\]"),
-        ({"scheduler": Timm()}, ValueError, r"Timm.step\(\) needs epoch: step it in a Callback"),
+        ({"accumulate": 0}, "accumulate must be an integer of at least 1, not 0"),
+        ({"sync_every": 1.5}, "sync_every must be an integer of at least 1"),
+        ({"clip_norm": 0}, "clip_norm must be above 0"),
+        ({"precision": "fp8"}, "precision must be"),
+        ({"precision": "fp16"}, 'needs a CUDA device, not cpu: use "bf16"'),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be"),
+        ({"accumulate": 2, "ddp_options": {"static_graph": True}}, "static_graph does not work"),
+        ({"model": SPARSE, "clip_norm": 1.0}, "cannot read sparse gradients"),
+        ({"optimizer": list}, "one torch.optim.Optimizer, not a list: .* own loop"),
         (
-            {"metrics": {"f1": adoption_checks.F1().update}},
-            ValueError,
-            "'f1' is .* a metric object",
+            {"optimizer": lambda own: torch.optim.SGD([*own, nn.Parameter(torch.ones(1))])},
+            "1 of the optimizer's 5 parameters are not the model's",
         ),
-        ({"metrics": {"f1": adoption_checks.F1}}, ValueError, "'f1' is .*F1.* a metric object"),
         (
-            {"accumulate": 2, "ddp_options": {"static_graph": True}},
-            ValueError,
-            "static_graph does not work with accumulate above 1",
+            {"optimizer": type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})},
+            "shards its state, which rank 0 could not save",
         ),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS runs the model several times per step"),
+        ({"scheduler": lambda o: (None, "batch")}, "scheduler must be a scheduler or"),
+        ({"scheduler": lambda o: {"scheduler": 1}}, r"a scheduler or .*\{.*dict\['scheduler'\]"),
+        (
+            {"scheduler": lambda o: SimpleNamespace(step=lambda epoch: None)},  # as those of timm
+            r"\.step\(\) needs epoch: step it in a Callback",
+        ),
+        ({"scheduler": lambda o: (plateau()(o), "step")}, "needs the loss of an epoch"),
+        ({"scheduler": plateau(mode="max")}, r"a loss: pass \(scheduler, \"val_accuracy\"\)"),
+        ({"metrics": {"loss": accuracy}}, "cannot be named"),
+        ({"metrics": {"f1": F1().update}}, "'f1' is .* a metric object"),
+        ({"metrics": {"f1": F1}}, "'f1' is .*F1.* a metric object"),
     ],
 )
-def test_errors_seen_while_porting_projects_are_one_line(options, error, text):
-    with pytest.raises(error, match=text) as caught:
-        make_handler(**options)
+def test_errors_that_the_constructor_gives_in_one_line(options, text):
+    options = {"model": network(), "optimizer": torch.optim.SGD, "device": "cpu"} | options
+    model, make = options.pop("model"), options.pop("optimizer")
+    optimizer = make(model.parameters())
+    if make_scheduler := options.get("scheduler"):
+        options["scheduler"] = make_scheduler(optimizer)
+    with pytest.raises((TypeError, ValueError), match=text) as caught:
+        Handler(model, optimizer, nn.functional.cross_entropy, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -77,13 +93,17 @@ def test_errors_seen_while_porting_projects_are_one_line(options, error, text):
         ({"count": lambda batch: -1}, r"count\(batch\) must be .* at least 0, not -1"),
         ({"count": lambda batch: torch.ones(2).int()}, r"count\(batch\) must be .* not tensor"),
         ({"forward": lambda model, batch: {"a": 1, "b": 2}}, "outputs, targets.*, not a dict"),
+        ({"metrics": {"none": lambda outputs, targets: None}}, "none must be one number.*not None"),
+        ({"metrics": {"each": lambda outputs, targets: targets}}, r"number.* of shape \(3,\)"),
+        ({"size": 2, "loader": {"drop_last": True}}, "no batch of 3 samples"),
+        ({"loader": {"collate_fn": lambda rows: torch.ones(3, 4)}}, "must be .*, not a Tensor"),
+        ({"loader": {"collate_fn": len}}, "of type int has: pass count= .* a collate_fn"),
+        ({"loader": {"collate_fn": lambda rows: torch.ones(0)}}, "no samples: make the collate_fn"),
     ],
 )
-def test_wrong_results_of_count_and_forward_are_refused(options, text):
-    handler = make_handler(**options)
-    handler.set_train_loader(Points(8), batch_size=4)
+def test_errors_of_the_first_step(options, text):
     with pytest.raises(ValueError, match=text):
-        handler.train(1)
+        job(**options).train(1)
 
 
 class Batch:
@@ -97,7 +117,6 @@ class Batch:
         ([torch.ones(5, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets with two parts
         ((torch.ones(8, 2), torch.ones(2, 20), torch.ones(8)), 8),  # features, edges, labels
         ((torch.ones(3, 2), torch.ones(())), 3),
-        (Batch(), 7),
         ((Batch(), None), 7),
         ({"text": "abc", "ids": torch.ones(4, 9), "mask": torch.ones(2)}, 4),
     ],
@@ -109,76 +128,49 @@ def test_how_many_samples_a_batch_has(batch, count):
 @pytest.mark.parametrize(
     ("collate", "count"),
     [
-        (lambda rows: (torch.ones(4, 3), [torch.ones(9, 4) for _ in rows]), 9),  # boxes of images
-        (lambda rows: [torch.stack(part) for part in zip(*rows[1:], strict=True)], 3),
+        (lambda rows: (torch.ones(3, 3), [torch.ones(9, 4) for _ in rows]), 9),  # boxes of images
+        (lambda rows: [torch.stack(part) for part in zip(*rows[1:], strict=True)], 2),
     ],
     ids=["detection", "drops a row"],
 )
 def test_a_count_that_is_not_the_number_of_items_asks_for_count(collate, count):
-    points = torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 3))
-    model = nn.Linear(3, 3)
-    sgd = torch.optim.SGD(model.parameters(), 0.1)
-    handler = Handler(model, sgd, lambda outputs, targets: outputs.mean())
-    handler.set_train_loader(points, 4, collate_fn=collate)
-    with pytest.raises(
-        ValueError, match=rf"4 items looks like {count} samples: pass count= to Han"
-    ):
-        handler.train(1)
+    text = f"3 items looks like {count} samples: pass count= to Handler"
+    with pytest.raises(ValueError, match=text):
+        job(loader={"collate_fn": collate}).train(1)
 
 
-def test_more_errors_that_the_constructor_gives_in_one_line():
-    embedding = nn.Embedding(4, 2, sparse=True)
-    sgd, loss = torch.optim.SGD(embedding.parameters(), 0.1), nn.functional.cross_entropy
-    for options in ({"clip_norm": 1.0}, {"on_nonfinite": "skip"}):
-        with pytest.raises(ValueError, match="cannot read sparse gradients"):
-            Handler(embedding, sgd, loss, **options)
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd, mode="max")
-    with pytest.raises(ValueError, match=r"would get a loss: pass \(scheduler, \"val_accuracy\"\)"):
-        Handler(embedding, sgd, loss, scheduler=plateau)
-    other = torch.optim.SGD([*embedding.parameters(), nn.Parameter(torch.ones(1))])
-    with pytest.raises(ValueError, match="1 of the optimizer's 2 parameters are not the model's"):
-        Handler(embedding, other, loss)
+class Recorded(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    values = ()
 
-    class ZeroRedundancyOptimizer(torch.optim.SGD):
-        pass
-
-    zero = ZeroRedundancyOptimizer(embedding.parameters(), 0.1)
-    with pytest.raises(ValueError, match="shards its state, which rank 0 could not save"):
-        Handler(embedding, zero, loss)
-    with pytest.raises(ValueError, match="LBFGS runs the model several times per step"):
-        Handler(embedding, torch.optim.LBFGS(embedding.parameters()), loss)
+    def step(self, value):
+        self.values += (value,)
+        super().step(value)
 
 
-def test_a_plateau_may_watch_a_metric(tmp_path):
-    def plateau(optimizer):
-        on = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
-        return on, "train_accuracy"
-
-    handler = job(scheduler=plateau, metrics={"accuracy": lambda o, t: torch.tensor(0.5)})
-    handler.train(3)
-    assert handler.scheduler.best == 0.5 and handler.scheduler.num_bad_epochs == 0
-    assert handler.optimizer.param_groups[0]["lr"] == pytest.approx(0.1**3)
-    unknown = job(scheduler=lambda o: (plateau(o)[0], "val_acc"), callbacks=[Checkpoint(tmp_path)])
+def test_a_plateau_gets_the_validation_loss_if_there_is_one_or_a_metric(tmp_path):
+    handler = job(scheduler=Recorded)
+    handler.set_val_loader(Points(9), 2)
+    handler.train(2)
+    assert [*handler.scheduler.values] == handler.val_losses != handler.train_losses
+    handler.save(tmp_path / "a.pt")
+    handler = job(scheduler=lambda o: (Recorded(o, mode="max"), "train_accuracy"))
+    handler.load(tmp_path / "a.pt")
+    handler.train(4)
+    assert [*handler.scheduler.values[2:]] == handler.train_metrics["accuracy"][2:]
+    assert torch.tensor(handler.val_losses).isnan().tolist() == [False, False, True, True]
+    unknown = job(scheduler=lambda o: (Recorded(o), "val_acc"), callbacks=[Checkpoint(tmp_path)])
     with pytest.raises(ValueError, match="the history has no values of 'val_acc': use one of"):
         unknown.train(1)
-    corrected = job(scheduler=lambda o: (plateau(o)[0], "train_loss"))
+    corrected = job(scheduler=lambda o: (Recorded(o), "train_loss"))
     corrected.load(tmp_path)
     corrected.train(2)
-    assert corrected.scheduler.best == corrected.train_losses[0]
-
-
-class Strange:
-    """A scheduler with a state that a checkpoint cannot contain."""
-
-    def step(self):
-        raise AssertionError
-
-    def state_dict(self):
-        return {"a": [1, Batch()]}
+    assert [*corrected.scheduler.values] == corrected.train_losses
 
 
 def test_a_state_that_cannot_be_saved_is_an_error_before_the_first_step(tmp_path):
-    handler = job(scheduler=lambda o: Strange(), callbacks=[Checkpoint(tmp_path)])
+    scheduler = Mock(["step", "state_dict"])
+    scheduler.state_dict.return_value = {"a": [1, Batch()]}
+    handler = job(scheduler=lambda o: scheduler, callbacks=[Checkpoint(tmp_path)])
     with pytest.raises(TypeError, match=r"cannot contain \['scheduler'\]\['a'\]\[1\], a Batch: "):
         handler.train(1)
     assert handler.step == 0 and not [*tmp_path.iterdir()]
@@ -201,23 +193,17 @@ def test_new_settings_of_the_optimizer_are_kept_or_a_warning_names_them(tmp_path
         job(scheduler=lambda o: step(o, 3)).load(tmp_path / "a.pt", keep=("lr",))
 
 
-def test_a_schedule_of_steps_at_another_world_size_is_a_warning(tmp_path):
-    def stepping():
-        return job(8, 2, scheduler=lambda o: (torch.optim.lr_scheduler.StepLR(o, 3), "step"))
-
-    path = str(tmp_path / "a.pt")
-    run_ranks(lambda: stepping().save(path), nproc=2)
-    with pytest.warns(UserWarning, match="saved by 2 ranks, and 1 ranks take another number"):
-        stepping().load(path)
-
-
-def test_hooks_may_replace_the_data_and_run_before_validation(tmp_path):
+def test_hooks_may_replace_the_data_set_eval_mode_and_run_before_validation(tmp_path):
     """So does a run that is resumed in the second epoch."""
-    calls = []
+    calls, modes = [], []
 
-    class Hooks(adoption_checks.Callback):
+    class Hooks(Callback):
         def on_epoch_start(self):
             self.handler.set_train_loader(Points(4 + 2 * self.handler.epoch), 2)
+            self.handler._unwrapped[0].eval()
+
+        def on_step_end(self):
+            modes.append([part.training for part in self.handler._unwrapped[:2]])
 
         def on_validation_start(self):
             calls.append((self.handler.step, len(self.handler.val_losses)))
@@ -225,7 +211,7 @@ def test_hooks_may_replace_the_data_and_run_before_validation(tmp_path):
     handler = job(20, 2, callbacks=[Hooks(), Checkpoint(tmp_path, None, every_steps=3)])
     handler.set_val_loader(Points(9), 3)
     handler.train(2)
-    assert calls == [(2, 0), (5, 1)]
+    assert calls == [(2, 0), (5, 1)] and modes == [[False, True]] * 5
     resumed = job(20, 2, callbacks=[Hooks()])
     resumed.load(tmp_path / "step_000000003.pt")
     resumed.train(2)
@@ -235,7 +221,7 @@ def test_hooks_may_replace_the_data_and_run_before_validation(tmp_path):
 def test_parameters_that_are_frozen_meanwhile_are_an_error_before_the_next_step(tmp_path):
     """A new Handler that loads the checkpoint continues the run."""
 
-    class Freezes(adoption_checks.Callback):
+    class Freezes(Callback):
         def on_epoch_start(self):
             self.handler._unwrapped[0].requires_grad_(self.handler.epoch == 0)
 
@@ -243,23 +229,11 @@ def test_parameters_that_are_frozen_meanwhile_are_an_error_before_the_next_step(
     with pytest.raises(RuntimeError, match="since Handler wrapped the model: set it before, or"):
         handler.train(2)
     assert (handler.epoch, handler.step) == (1, 3)
-    frozen = network()
-    frozen[0].requires_grad_(False)
-    resumed = job(12, 4, model=frozen)
+    resumed = job(12, 4, model=handler.model)
     resumed.load(tmp_path)
-    before = frozen[0].weight.clone()
+    before = resumed.model[0].weight.clone()
     resumed.train(2)
-    assert resumed.epoch == 2 and torch.equal(frozen[0].weight, before)
-
-
-def test_a_run_saved_after_an_epochs_last_step_goes_on(tmp_path):
-    whole = job(12, 4, callbacks=[Checkpoint(tmp_path, every_epochs=None, every_steps=3)])
-    whole.train(2)
-    handler = job(12, 4)
-    handler.load(tmp_path / "step_000000003.pt")
-    assert handler.epoch == 0
-    handler.train(2)
-    assert handler.history == whole.history
+    assert resumed.epoch == 2 and torch.equal(resumed.model[0].weight, before)
 
 
 def test_a_data_set_gets_the_epoch_also_in_a_persistent_worker():
@@ -276,27 +250,7 @@ def test_a_data_set_gets_the_epoch_also_in_a_persistent_worker():
     gc.collect()  # ends the worker
 
 
-def test_a_metric_object_at_another_world_size_covers_the_rest_of_the_epoch(tmp_path):
-    """There is a warning. The value is NaN if no step of the epoch is left."""
-
-    class Saves(adoption_checks.Callback):
-        def on_step_end(self):
-            self.handler.save(tmp_path / f"{self.handler.step}.pt")
-
-    def save():
-        job(16, 2, metrics={"f1": adoption_checks.F1()}, callbacks=[Saves()]).train(1)
-
-    run_ranks(save, nproc=2)
-    for step in (1, 4):
-        handler = job(16, 2, metrics={"f1": Lists()})
-        with pytest.warns(UserWarning, match="were saved by other ranks, .* resume: f1"):
-            handler.load(tmp_path / f"{step}.pt")
-        handler.train(1)
-        (value,) = handler.train_metrics["f1"]
-        assert math.isnan(value) == (step == 4) and handler.train_losses[0] > 0
-
-
-class Lists(adoption_checks.F1):
+class Lists(F1):
     """Like a torchmetrics object with list states, it cannot compute without an update."""
 
     def compute(self):
@@ -305,21 +259,41 @@ class Lists(adoption_checks.F1):
         return super().compute()
 
 
+def test_at_another_world_size_warnings_name_what_does_not_go_on(tmp_path):
+    """A metric object covers the rest of the epoch; its value is NaN if no step is left."""
+
+    class Saves(Callback):
+        def on_step_end(self):
+            self.handler.save(tmp_path / f"{self.handler.step}.pt")
+
+    def make(metric, **options):
+        step = torch.optim.lr_scheduler.StepLR
+        options |= {"scheduler": lambda o: (step(o, 30), "step"), "metrics": {"f1": metric}}
+        return job(16, 2, **options)
+
+    run_ranks(lambda: make(F1(), callbacks=[Saves()]).train(1), nproc=2)
+    for step in (1, 4):
+        handler = make(Lists())
+        with (
+            pytest.warns(UserWarning, match="were saved by other ranks, .* resume: f1"),
+            pytest.warns(UserWarning, match="saved by 2 ranks, and 1 ranks take another number"),
+        ):
+            handler.load(tmp_path / f"{step}.pt")
+        handler.train(1)
+        (value,) = handler.train_metrics["f1"]
+        assert math.isnan(value) == (step == 4) and handler.train_losses[0] > 0
+
+
 class Output(OrderedDict):
     """Like the outputs of Hugging Face: a dict with attributes, whose `update` raises an error."""
 
-    @property
-    def logits(self):
-        return self["logits"]
-
-    def update(self, *_):
-        raise AssertionError
+    logits = property(lambda self: self["logits"])
+    update = None
 
 
 @dataclass(frozen=True)
 class Plain:
     logits: torch.Tensor
-    name: str = "a"
 
 
 def test_outputs_keep_their_class():
@@ -331,10 +305,3 @@ def test_outputs_keep_their_class():
         assert type(detached) is type(value) and not detached.logits.requires_grad
         assert value.logits.requires_grad  # the model's own tensors stay as they are
         assert move(value, torch.device("cpu")).logits is logits
-
-
-def test_the_error_for_a_batch_without_a_length_or_without_samples_says_what_to_do():
-    with pytest.raises(ValueError, match=r"batch of type int has: pass count= .* a collate_fn"):
-        samples_in(3)
-    with pytest.raises(ValueError, match="a batch has no samples: make the collate_fn keep"):
-        samples_in((torch.ones(0, 4), torch.ones(0)))

@@ -25,26 +25,19 @@ TWO = [*JOB, "--batch-size", "32"]  # on each of two ranks
 EPOCH = re.compile(r"epoch (\d+) \| validation loss ([\d.]+) nats per character \(([\d.]+) bits\)")
 
 
-@pytest.fixture(scope="module")
-def script():
-    """Return what the script defines."""
-    return DEFINED
-
-
 @pytest.fixture
-def model(script):
+def model():
     """Return a small float64 model with random weights: in a new one, the blocks have no effect."""
     torch.manual_seed(0)
-    model = script.GPT("abcdefg", n_layer=2, n_head=2, n_embd=8, block_size=5).double()
+    model = DEFINED.GPT("abcdefg", n_layer=2, n_head=2, n_embd=8, block_size=5).double()
     for weight in model.parameters():
         torch.nn.init.normal_(weight)
     return model
 
 
-def train(folder, *command, timeout=240):
-    """Run a command to its end in `folder` and return what it printed."""
-    folder.mkdir(exist_ok=True)
-    ended = run(*command, cwd=folder, timeout=timeout)
+def train(folder, *arguments, timeout=240):
+    """Run the script to its end in `folder` and return what it printed."""
+    ended = run(sys.executable, SCRIPT, *arguments, cwd=folder, timeout=timeout)
     assert ended.code == 0, ended.stderr
     return ended.stdout
 
@@ -61,11 +54,11 @@ def losses(text):
 
 @pytest.fixture(scope="module")
 def spawned(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("spawned") / "run"
-    return train(folder, sys.executable, SCRIPT, "--nproc", "2", *TWO), folder
+    folder = tmp_path_factory.mktemp("spawned")
+    return train(folder, "--nproc", "2", *TWO), folder
 
 
-def test_the_loss_falls_and_the_text_is_the_models_own(spawned, script):
+def test_the_loss_falls_and_the_text_is_the_models_own(spawned):
     """A model that is rebuilt from the checkpoint alone generates the text that was printed."""
     text, folder = spawned
     values = losses(text)
@@ -73,11 +66,11 @@ def test_the_loss_falls_and_the_text_is_the_models_own(spawned, script):
     for _, nats, bits in EPOCH.findall(text):
         assert float(bits) == pytest.approx(float(nats) / 0.693147, abs=2e-3)
     state = saved(folder)["model"]
-    model = script.GPT(**state["_extra_state"])
+    model = DEFINED.GPT(**state["_extra_state"])
     model.load_state_dict(state)
     assert f"\n\n{model.sample('The ', 40)}\n\n" in text
-    _, val_ids = script.split(script.encode(script.read_text(), model.vocabulary))
-    rows = script.windows(val_ids, BLOCK)
+    _, val_ids = DEFINED.split(DEFINED.encode(DEFINED.read_text(), model.vocabulary))
+    rows = DEFINED.windows(val_ids, BLOCK)
     mean = -model.log_likelihood(rows).double().sum().item() / (BLOCK * len(rows))
     assert values[-1] == pytest.approx(mean, abs=1e-3)
     assert f"\n\nloss in nats per character: validation text {mean:.3f} |" in text
@@ -85,9 +78,9 @@ def test_the_loss_falls_and_the_text_is_the_models_own(spawned, script):
 
 @pytest.mark.full
 def test_one_process_with_the_whole_batch_gets_the_same_weights_up_to_rounding(spawned, tmp_path):
-    text = train(tmp_path / "run", sys.executable, SCRIPT, *JOB, "--batch-size", "64")
+    text = train(tmp_path, *JOB, "--batch-size", "64")
     assert losses(text) == pytest.approx(losses(spawned[0]), abs=2e-3)
-    one, two = saved(tmp_path / "run")["model"], saved(spawned[1])["model"]
+    one, two = saved(tmp_path)["model"], saved(spawned[1])["model"]
     assert one.pop("_extra_state") == two["_extra_state"]
     for name, value in one.items():
         torch.testing.assert_close(value, two[name], rtol=0, atol=2e-3)
@@ -95,7 +88,7 @@ def test_one_process_with_the_whole_batch_gets_the_same_weights_up_to_rounding(s
 
 def test_a_finished_run_only_generates_text(spawned, tmp_path):
     flags = ["--run-dir", spawned[1] / "runs/char_gpt", "--prompt", "for i in", "--length", "9"]
-    text = train(tmp_path, sys.executable, SCRIPT, *TWO, *flags)
+    text = train(tmp_path, *TWO, *flags)
     assert "3 of 3 epochs are done" in text and not EPOCH.search(text)
     assert re.search(r"\n\nfor i in(.|\n){9}\n\nloss", text)
 
@@ -105,7 +98,7 @@ def test_a_finished_run_only_generates_text(spawned, tmp_path):
 @pytest.mark.timeout(900)  # two minutes if nothing else runs
 def test_defaults(tmp_path):
     """The loss falls, the text has words, and the model finds it likelier than its reverse."""
-    text = train(tmp_path, sys.executable, SCRIPT, "--nproc", "2", timeout=840)
+    text = train(tmp_path, "--nproc", "2", timeout=840)
     assert losses(text)[-1] < 1.6 and losses(text)[-1] < losses(text)[0] - 0.4
     written = text.split("\n\n", 1)[1]
     assert len({"the", "is", "of", "to", "a", "in", "and"} & set(written.split())) >= 4
@@ -113,27 +106,21 @@ def test_defaults(tmp_path):
     assert scores[1] < scores[0] < scores[2]
 
 
-# The data
-
-
-def test_no_paragraph_is_trained_on_and_validated(script):
-    train_part, val_part = script.split(script.read_text())
+def test_no_paragraph_is_trained_on_and_validated():
+    train_part, val_part = DEFINED.split(DEFINED.read_text())
     assert len(val_part) == pytest.approx(len(train_part) / 9, rel=1e-3)
-    known = set(train_part.split("\n\n"))
-    assert not known & set(val_part.split("\n\n")[1:])  # the first one may have been cut in two
+    # The first paragraph may have been cut in two.
+    assert not set(train_part.split("\n\n")) & set(val_part.split("\n\n")[1:])
 
 
-def test_each_character_but_the_first_is_predicted_once(script):
-    rows = script.windows(torch.arange(12), block_size=3)
+def test_each_character_but_the_first_is_predicted_once():
+    rows = DEFINED.windows(torch.arange(12), block_size=3)
     assert rows.tolist() == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
 
 
-# The model
-
-
-def test_a_sample_continues_its_prompt(model, script):
+def test_a_sample_continues_its_prompt(model):
     """At a temperature near 0, each new character is the likeliest one after the last five."""
-    ids = script.encode("bad", model.vocabulary)
+    ids = DEFINED.encode("bad", model.vocabulary)
     for _ in range(8):
         likeliest = model(ids[None, -5:])[0, -1].argmax(0, keepdim=True)
         ids = torch.cat([ids, likeliest])
@@ -151,37 +138,27 @@ def test_a_sample_depends_on_its_seed_alone(model):
     assert torch.equal(torch.get_rng_state(), state)  # it draws nothing from the global generator
 
 
-def by_hand(model, rows):
-    """Return each row's sum of log p(character | those before it), one character at a time."""
-    sums = []
-    for row in rows:
-        chances = [F.softmax(model(row[None, :end]), 2)[0, -1] for end in range(1, len(row))]
-        sums.append(sum(p[n].log() for p, n in zip(chances, row[1:], strict=True)))
-    return torch.stack(sums)
-
-
+@torch.no_grad()
 def test_log_likelihood_is_the_sum_over_the_characters(model):
     rows = torch.randint(7, (5, 6))
-    with torch.no_grad():
-        scores = model.log_likelihood(rows)
-        torch.testing.assert_close(scores, by_hand(model, rows), rtol=0, atol=1e-10)
-    assert scores.shape == (5,) and len(set(scores.tolist())) == 5
+    scores = model.log_likelihood(rows)
+    for score, row in zip(scores, rows, strict=True):
+        chances = [F.softmax(model(row[None, :end]), 2)[0, -1] for end in range(1, 6)]
+        by_hand = sum(p[n].log() for p, n in zip(chances, row[1:], strict=True))
+        torch.testing.assert_close(score, by_hand, rtol=0, atol=1e-10)
+    assert len(set(scores.tolist())) == 5
 
 
-def test_a_model_is_not_loaded_into_one_with_other_settings(model, script):
-    other = script.GPT(**(model.settings | {"n_head": 4}))  # all shapes are the same
+def test_a_model_is_not_loaded_into_one_with_other_settings(model):
+    other = DEFINED.GPT(**(model.settings | {"n_head": 4}))  # all shapes are the same
     with pytest.raises(ValueError, match=r"n_head = 2, but this model has 4: use the same flags"):
         other.load_state_dict(model.state_dict())
-
-
-# The command line
 
 
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         (["--n-embd", "30", "--n-head", "4"], "--n-embd 30 is not a multiple of --n-head 4"),
-        (["--n-layer", "0"], "--n-layer must be above 0 and finite, not 0"),
         (["--lr", "nan"], "--lr must be above 0 and finite, not nan"),
         (["--block-size", "10000000"], "--block-size must be below "),
         (
@@ -193,18 +170,18 @@ def test_a_model_is_not_loaded_into_one_with_other_settings(model, script):
         ([], "WORLD_SIZE not set"),  # an incomplete launch
     ],
 )
-def test_a_mistake_is_one_line(flags, text, script, monkeypatch, capsys):
+def test_a_mistake_is_one_line(flags, text, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *flags])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as ended:
-        script.parse_args()
+        DEFINED.parse_args()
     error = capsys.readouterr().err
     assert ended.value.code == 2 and text in error and len(error.splitlines()) == 1
 
 
-def test_the_learning_rate_warms_up_and_then_decays(script):
-    rates = [script.rate(step, 100) for step in range(101)]
+def test_the_learning_rate_warms_up_and_then_decays():
+    rates = [DEFINED.rate(step, 100) for step in range(101)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5:] == sorted(rates[5:], reverse=True) and rates[100] == pytest.approx(0.1)
-    assert script.rate(200, 100) == pytest.approx(0.1)  # with fewer epochs than are done
-    assert 0 < script.rate(0, 1) <= 1
+    assert DEFINED.rate(200, 100) == pytest.approx(0.1)  # with fewer epochs than are done
+    assert 0 < DEFINED.rate(0, 1) <= 1

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import sys
-import warnings
+from collections import OrderedDict
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -34,19 +34,13 @@ def equal(one, other):
     return type(one) is type(other) and one == other
 
 
-def test_a_written_state_is_read_back(tmp_path):
-    path = tmp_path / "new" / "folder" / "a.pt"
-    checkpoint.write(path, {"old": 1})
-    checkpoint.write(path, STATE)
-    assert equal(checkpoint.read(path), STATE)
-    assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
-
-
-def test_a_link_stays_a_link(tmp_path):
-    target, link = tmp_path / "target.pt", tmp_path / "link.pt"
+def test_a_written_state_is_read_back_and_a_link_stays_a_link(tmp_path):
+    target, link = tmp_path / "new" / "folder" / "a.pt", tmp_path / "link.pt"
     link.symlink_to(target)
-    checkpoint.write(link, STATE)
+    for state in ({"old": 1}, STATE):
+        checkpoint.write(link, state)
     assert link.is_symlink() and equal(checkpoint.read(target), STATE)
+    assert [path.name for path in target.parent.iterdir()] == ["a.pt"]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +53,7 @@ def written(tmp_path_factory):
 @settings(max_examples=300)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @example(place=0.8732644222687435, bit=4)  # makes the tensor's entry a directory
+@example(place=0.97605, bit=7)  # moves the archive's start before the file's, where a seek fails
 def test_a_flipped_bit_is_noticed_or_harmless(written, tmp_path_factory, place, bit):
     content = bytearray(written)
     content[int(place * len(content))] ^= 1 << bit
@@ -72,52 +67,20 @@ def test_a_flipped_bit_is_noticed_or_harmless(written, tmp_path_factory, place, 
         assert equal(state, STATE)  # a bit that nothing reads, such as a date
 
 
-def test_a_damaged_plain_torch_save_is_never_taken_for_a_failing_disk(tmp_path):
-    """Damaged headers can point anywhere, even before the start of the file, where a seek fails."""
-    torch.save(STATE, tmp_path / "a.pt")
-    content = (tmp_path / "a.pt").read_bytes()
-    for offset in range(1, 120):
-        damaged = bytearray(content)
-        damaged[-offset] ^= 0x80
-        (tmp_path / "a.pt").write_bytes(damaged)
-        try:
-            state = checkpoint.read(tmp_path / "a.pt")
-        except DamagedCheckpoint:
-            continue
-        assert equal(state, STATE)
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_no_code_of_a_file_is_run(tmp_path, legacy):
-    path, state = tmp_path / "a.pt", {"model": Evil(tmp_path / "attacked")}
-    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+def test_the_error_says_why_a_file_is_not_a_checkpoint_and_no_code_of_it_is_run(tmp_path):
+    path = tmp_path / "a.pt"
+    with pytest.raises(FileNotFoundError):
+        checkpoint.read(path)
+    path.write_text("notes")
+    with pytest.raises(DamagedCheckpoint, match="zip"):
+        checkpoint.read(path)
+    torch.save([1], path)
+    with pytest.raises(DamagedCheckpoint, match="has a list, but a checkpoint is a dict"):
+        checkpoint.read(path)
+    torch.save({"model": Evil(tmp_path / "attacked")}, path)
     with pytest.raises(DamagedCheckpoint, match="not a complete checkpoint"):
         checkpoint.read(path)
     assert not (tmp_path / "attacked").exists()
-
-
-def test_the_error_says_why_a_file_is_not_a_checkpoint(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        checkpoint.read(tmp_path / "a.pt")
-    (tmp_path / "a.pt").write_text("notes")
-    with pytest.raises(DamagedCheckpoint, match="zip"):
-        checkpoint.read(tmp_path / "a.pt")
-    torch.save([1], tmp_path / "a.pt")
-    with pytest.raises(DamagedCheckpoint, match="has a list, but a checkpoint is a dict"):
-        checkpoint.read(tmp_path / "a.pt")
-
-
-class Own:
-    pass
-
-
-def test_a_state_that_could_not_be_read_back_is_not_written(tmp_path):
-    checkpoint.write(tmp_path / "a.pt", STATE)
-    with pytest.raises(TypeError, match=r"cannot contain .*, a Own: .*Own") as caught:
-        checkpoint.write(tmp_path / "a.pt", {"model": Own()})
-    assert "\n" not in str(caught.value)
-    assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO], ids=["EINVAL", "EIO"])
@@ -187,9 +150,7 @@ def test_find_takes_the_newest_intact_checkpoint(tmp_path):
         checkpoint.write(tmp_path / f"step_{step}.pt", {"step": step})
     checkpoint.write(tmp_path / "best.pt", {"step": 99})
     checkpoint.write(tmp_path / "step_x.pt", {"step": 99})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert checkpoint.find(tmp_path)[:2] == (tmp_path / "step_11.pt", {"step": 11})
+    assert checkpoint.find(tmp_path)[:2] == (tmp_path / "step_11.pt", {"step": 11})
     (tmp_path / "step_11.pt").write_bytes(b"")
     content = (tmp_path / "step_10.pt").read_bytes()
     (tmp_path / "step_10.pt").write_bytes(content[:-99])
@@ -204,41 +165,31 @@ def test_find_takes_the_newest_intact_checkpoint(tmp_path):
         checkpoint.find(tmp_path)
 
 
-class Failing(io.FileIO):
-    """A file in which the bytes at the offsets `bad` cannot be read."""
-
-    bad = range(0)
-
-    def readinto(self, buffer):
-        start = self.tell()
-        number = super().readinto(buffer)
-        if max(start, self.bad.start) < min(start + number, self.bad.stop):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return number
-
-
-@pytest.mark.parametrize("part", ["first", "last"])
-def test_a_disk_error_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch, part):
+def test_a_disk_error_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
     """Otherwise, a job would resume from an older checkpoint."""
     for step in (1, 2):
         checkpoint.write(tmp_path / f"step_{step}.pt", STATE)
-    newest = tmp_path / "step_2.pt"
-    size = newest.stat().st_size
-    monkeypatch.setattr(Failing, "bad", range(64) if part == "first" else range(size - 100, size))
+    readable = (tmp_path / "step_2.pt").stat().st_size - 100
+
+    class Failing(io.FileIO):
+        def readinto(self, buffer):
+            number = super().readinto(buffer)
+            if self.tell() > readable:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return number
+
     monkeypatch.setattr(Path, "open", lambda path, mode: io.BufferedReader(Failing(path), 64))
     with pytest.raises(OSError, match="Input/output error"):
         checkpoint.find(tmp_path)
-    monkeypatch.setattr(Failing, "bad", range(0))
-    assert equal(checkpoint.find(tmp_path)[1], STATE)
 
 
-def test_each_rank_reads_the_file_or_gets_its_bytes(tmp_path, monkeypatch):
+def test_each_rank_reads_the_file_or_gets_its_bytes(tmp_path):
     """Rank 1 sees no file and rank 2 another file of this name, as if each had its own disk."""
     checkpoint.write(tmp_path / "step_1.pt", STATE)
 
     def work(hidden):
         rank, read, sent = initialize_ddp(backend="gloo").rank, checkpoint._read, []
-        broadcast = checkpoint._broadcast_bytes
+        send = checkpoint._broadcast_bytes
 
         def own_read(path):
             if hidden and rank == 1:
@@ -246,11 +197,8 @@ def test_each_rank_reads_the_file_or_gets_its_bytes(tmp_path, monkeypatch):
             state, checksum = read(path)
             return ({"other": 1}, checksum + 1) if hidden and rank == 2 else (state, checksum)
 
-        def counted(file, keep):
-            sent.append(keep)
-            return broadcast(file, keep)
-
-        checkpoint._read, checkpoint._broadcast_bytes = own_read, counted
+        checkpoint._read = own_read
+        checkpoint._broadcast_bytes = lambda file, keep: sent.append(keep) or send(file, keep)
         path, state = checkpoint.find_on_all_ranks(tmp_path)
         assert path.name == "step_1.pt" and equal(state, STATE)
         return sent
@@ -259,40 +207,9 @@ def test_each_rank_reads_the_file_or_gets_its_bytes(tmp_path, monkeypatch):
     assert run_ranks(work, True, nproc=3, timeout=LIMIT) == [[False], [True], [True]]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_loading_needs_little_more_memory_than_the_file(tmp_path):
-    """Rank 0 of four needs memory for the tensors and for the one part that it is sending."""
-    size = 200 * 2**20
-    checkpoint.write(tmp_path / "step_1.pt", {"w": torch.ones(size // 4)})
-
-    def memory(name):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-    def work():
-        rank, read = initialize_ddp(backend="gloo").rank, checkpoint._read
-
-        def own_read(path):
-            if rank:
-                raise FileNotFoundError(path)
-            return read(path)
-
-        checkpoint._read = own_read
-        before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-        _, state = checkpoint.find_on_all_ranks(tmp_path)
-        assert state["w"].numel() == size // 4
-        return memory("VmHWM") - before
-
-    assert run_ranks(work, nproc=4, timeout=LIMIT)[0] < 1.5 * size
-
-
-class Inner(nn.Module):
-    """A model whose only child is called `module`, as DDP calls the model that it wraps."""
-
-    def __init__(self):
-        super().__init__()
-        self.module = nn.Linear(2, 3)
+def inner():
+    """Return a model whose only child is called `module`, as DDP calls the model that it wraps."""
+    return nn.Sequential(OrderedDict(module=nn.Linear(2, 3)))
 
 
 def test_wrapped_compiled_and_plain_models_load_each_others_weights():
@@ -301,34 +218,20 @@ def test_wrapped_compiled_and_plain_models_load_each_others_weights():
         ddp = torch.nn.parallel.DistributedDataParallel
         wrappers = [lambda m: m, ddp, torch.compile, lambda m: torch.compile(ddp(m))]
         wrappers.append(lambda m: ddp(torch.compile(m)))
-        expected = {name: torch.rand(value.shape) for name, value in Inner().state_dict().items()}
+        expected = {name: torch.rand(value.shape) for name, value in inner().state_dict().items()}
         for save in wrappers:
-            source = save(Inner())
+            source = save(inner())
             checkpoint.load_weights(source, expected)
             plain = checkpoint.weights(source)
             assert plain.keys() == expected.keys()
             for load in wrappers:
                 for state in (plain, source.state_dict()):  # ours, and what a plain torch.save has
-                    target = load(Inner())
+                    target = load(inner())
                     checkpoint.load_weights(target, state)
                     loaded = checkpoint.weights(target)
                     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
     run_ranks(work, nproc=1, timeout=timedelta(minutes=2))
-
-
-def test_a_state_dict_without_tensors_has_nothing_to_check():
-    class Packed(nn.Linear):
-        def state_dict(self, **options):
-            return {"packed": super().state_dict(**options)}
-
-    checkpoint.check_finite(Packed(1, 1))
-
-
-def test_a_mask_of_a_module_that_is_used_twice_may_be_infinite():
-    shared = nn.Linear(1, 1)
-    shared.register_buffer("mask", torch.tensor([float("-inf")]))
-    checkpoint.check_finite(nn.Sequential(shared, shared))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
@@ -342,16 +245,24 @@ def test_a_weight_that_is_not_finite_is_found_in_every_kind_of_numbers(dtype):
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf])
 def test_an_infinite_weight_is_found_and_an_infinite_buffer_is_not(value):
-    model = nn.Linear(1, 3)
-    model.register_buffer("mask", torch.tensor([0, value]))
-    model.register_buffer("none", torch.empty(0))
-    model.register_buffer("cache", torch.tensor([math.nan]), persistent=False)  # not saved
-    model.register_buffer("ids", torch.tensor([1], dtype=torch.uint16))  # uint16 has no aminmax
+    class Packed(nn.Linear):
+        def get_extra_state(self):
+            return "no tensor"
+
+        def set_extra_state(self, state):
+            raise AssertionError
+
+    shared = Packed(1, 3)  # a module that is used twice
+    shared.register_buffer("mask", torch.tensor([0, value]))
+    shared.register_buffer("none", torch.empty(0))
+    shared.register_buffer("cache", torch.tensor([math.nan]), persistent=False)  # not saved
+    shared.register_buffer("ids", torch.tensor([1], dtype=torch.uint16))  # uint16 has no aminmax
+    model = nn.Sequential(shared, shared)
     checkpoint.check_finite(model)
-    model.mask[0] = math.nan
+    shared.mask[0] = math.nan
     with pytest.raises(FloatingPointError, match="mask is not finite"):
         checkpoint.check_finite(model)
-    model.mask[0] = 0
-    model.bias.data[1] = value
+    shared.mask[0] = 0
+    shared.bias.data[1] = value
     with pytest.raises(FloatingPointError, match="bias is not finite"):
         checkpoint.check_finite(model)

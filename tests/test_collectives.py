@@ -29,20 +29,18 @@ def test_on_ranks(name, launch):
 def test_a_world_of_one(alone):
     for function in (reduce_sum, reduce_max, reduce_min, reduce_mean):
         own = torch.arange(16.0, requires_grad=True).reshape(4, 4).t()
-        results = function({"a": 1, "b": 0.25, "c": own})
-        assert (results["a"], results["b"]) == (1.0, 0.25) and type(results["a"]) is float
+        results = function({"a": 0.25, "nan": math.nan, "c": own})
+        assert results["a"] == 0.25 and type(results["a"]) is float and math.isnan(results["nan"])
         assert torch.equal(results["c"], own) and not results["c"].requires_grad
         assert results["c"].data_ptr() != own.data_ptr()
-        assert torch.equal(function({"d": torch.tensor(2.5)})["d"], torch.tensor(2.5))
-        assert math.isnan(function({"e": math.nan})["e"]) and function({}) == {}
+        assert function({}) == {}
     assert reduce_mean({"a": 3.0}, 7) == {"a": 3.0}
     assert math.isnan(reduce_mean({"a": 3.0}, 0)["a"])
-    for to_all in (False, True):
-        own = torch.ones(2, requires_grad=True)
-        (part,) = gather_tensors(own, to_all)
-        assert part.tolist() == [1, 1] and not part.requires_grad
-        assert part.data_ptr() != own.data_ptr()
-        assert gather_tensors(None, to_all) == [None]
-        assert gather_objects({"x": 1}, to_all) == [{"x": 1}]
+    own = torch.ones(2, requires_grad=True)
+    (part,) = gather_tensors(own)
+    assert part.tolist() == [1, 1] and not part.requires_grad
+    assert part.data_ptr() != own.data_ptr()
+    assert gather_tensors(None, to_all=True) == [None]
+    assert gather_objects({"x": 1}) == [{"x": 1}]
     assert broadcast_object("x") == "x"
     barrier()

@@ -1,12 +1,12 @@
 """The YAML file of a run: which names and values it may have, and what its errors say."""
 
+import os
 import sys
 from inspect import signature
 
 import pytest
 import torch
 import yaml
-from harness import run
 from torch import nn
 
 import ddp_ref
@@ -33,8 +33,6 @@ def read(text, folder, **options):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("torch.optim.AdamW", torch.optim.AdamW),
-        ("torch.nn.Linear", nn.Linear),
         ("torch.nn.functional.mse_loss", nn.functional.mse_loss),
         ("torch.optim.lr_scheduler.StepLR", torch.optim.lr_scheduler.StepLR),
         ("torch.utils.data.TensorDataset", torch.utils.data.TensorDataset),
@@ -49,141 +47,74 @@ def test_allowed_names_are_resolved(name, expected):
 @pytest.mark.parametrize(
     "name",
     [
-        "os.system",
         "builtins.eval",
-        "torchvision.models.resnet18",
         "torch",
-        "torch.",
         "torch..nn",
         "",
         # Through a module that is allowed:
         "torch.serialization.os.system",
-        "torch.nn.functional.importlib.import_module",
         "torch.optim.swa_utils.deepcopy",
-        "__main__.os.system",
         "__main__.system",
         "__main__.alias.system",
         # Through attributes:
         "__main__._function",
-        "__main__.function.__globals__",
         "__main__.function.__globals__.os",
-        "__main__.__builtins__",
-        "__main__.__dict__",
-        "torch.nn.Linear.__init__.__globals__",
         "torch.nn.Linear.__subclasses__",
         "torch._C",
         # Functions of torch and of the package that run or unpickle what they are given:
         "torch.hub.load",
-        "torch.load",
-        "torch.utils.collect_env.run",
         "torch.utils.cpp_extension.load_inline",
-        "torch.utils.data.datapipes.utils.decoder.basichandlers",
         "torch.utils.data.datapipes.iter.routeddecoder.RoutedDecoderIterDataPipe",
         "torch.nn.functional.boolean_dispatch",
-        "torch.nn.functional.handle_torch_function",
-        "torch.jit.ScriptModule",
         "torch.fx.GraphModule",
-        "ddp_ref.workers.process.loads",
         "ddp_ref.run_ranks",
         "ddp_ref.workers.process.subprocess.Popen",
-        "ddp_ref.workers.run_ranks.Worker",
-        "__main__.nothing",
-        "torch.nn.Nothing",
         "torch.nothing.Nothing",
     ],
 )
-def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch, tmp_path):
-    main = sys.modules["__main__"]
-    import os
-
+def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch):
     def function():
         """A function whose globals hold everything that this module imported."""
 
     function.__module__ = "__main__"
-    attributes = {"os": os, "system": os.system, "function": function, "_function": function}
+    attributes = {"alias": os, "system": os.system, "function": function, "_function": function}
     for attribute, value in attributes.items():
-        monkeypatch.setattr(main, attribute, value, raising=False)
-    monkeypatch.setattr(main, "alias", sys.modules["os"], raising=False)
-    text = f'a: 1\nb: !pyobject "{name}"'
+        monkeypatch.setattr(sys.modules["__main__"], attribute, value, raising=False)
+    assert yaml.load("!pyobject __main__.function", get_loader()) is function
     with pytest.raises(ValueError, match="line 2: !pyobject") as caught:
-        yaml.load(text, get_loader())
+        yaml.load(f'a: 1\nb: !pyobject "{name}"', get_loader())
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_names_in_a_package(tmp_path, monkeypatch):
-    """Submodules, a function with the name of its module, and a private prefix."""
+    """Submodules, a class in a class, a function with the name of its module, a private prefix."""
     package = tmp_path / "zoo" / "_vendor"
     package.mkdir(parents=True)
     (tmp_path / "zoo" / "__init__.py").write_text("")
     (package / "__init__.py").write_text("from .unet import unet\n")
-    (package / "unet.py").write_text("def unet(): pass\n")
+    (package / "unet.py").write_text("def unet(): pass\nclass Net:\n    class Block: pass\n")
     (package / "broken.py").write_text("import no_such_package\n")
+    (package / "hub.py").write_text("from torch.hub import load\n")
     monkeypatch.syspath_prepend(tmp_path)
-    loader = get_loader(allow=("zoo._vendor",))
+    loader = get_loader(allow=("zoo._vendor", "torch"))
     assert yaml.load("!pyobject zoo._vendor.unet", loader).__name__ == "unet"
-    with pytest.raises(ValueError, match="No module named 'no_such_package'"):
-        yaml.load("!pyobject zoo._vendor.broken.Net", loader)
-    with pytest.raises(ValueError, match=r"zoo\._other\.Net is not a public part of zoo\._vendor"):
-        yaml.load("!pyobject zoo._other.Net", loader)
+    other = get_loader(allow=("zoo._vendor.unet",))
+    assert yaml.load("!pyobject zoo._vendor.unet.Net.Block", other).__name__ == "Block"
+    for name, text in (
+        ("_vendor.broken.Net", "No module named 'no_such_package'"),
+        ("_other.Net", r"zoo\._other\.Net is not a public part of zoo\._vendor"),
+        ("_vendor.hub.load", "from torch, only modules, optimizers"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            yaml.load(f"!pyobject zoo.{name}", loader)
 
 
-@pytest.mark.parametrize("name", ["os.system", "torch.os.system", "builtins.eval", "torch.nn"])
-def test_no_error_advises_allowing_the_standard_library(name):
-    with pytest.raises(ValueError, match=r"allowed|not a public part") as caught:
-        yaml.load(f"!pyobject {name}", get_loader())
-    assert "pass allow" not in str(caught.value)
-
-
-def test_the_error_for_a_module_outside_the_allow_list_says_how_to_allow_it():
+def test_only_a_third_party_module_is_worth_allowing():
     with pytest.raises(ValueError, match=r"pass allow=\['torch', '__main__', 'torchvision'\]"):
         yaml.load("!pyobject torchvision.models.resnet18", get_loader())
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "!!python/object/apply:os.system ['true']",
-        "!!python/name:os.system",
-        "!pyobject [os, system]",
-        "!pyobject {os: system}",
-    ],
-)
-def test_other_tags_are_refused(text):
-    with pytest.raises(yaml.YAMLError):
-        yaml.load(text, get_loader())
-
-
-def test_main_is_the_script_that_reads_the_file(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def other(): pass\nimport torch.hub\nload = torch.hub.load\n"
-    )
-    (tmp_path / "script.py").write_text("""
-import yaml
-from ddp_ref import get_loader
-from mine import other
-
-def function():
-    pass
-
-class Outer:
-    class Inner:
-        pass
-
-def read(name, **allow):
-    return yaml.load("!pyobject " + name, get_loader(**allow))
-
-assert read("__main__.function") is function
-assert read("__main__.Outer.Inner") is Outer.Inner
-assert read("mine.other", allow=("mine",)) is other
-for name, allow in [("__main__.other", ("__main__",)), ("mine.load", ("mine", "torch"))]:
-    try:
-        print(read(name, allow=allow))
-    except ValueError:
-        continue
-    raise AssertionError(name)
-""")
-    ended = run(sys.executable, "script.py", cwd=tmp_path)
-    assert ended.code == 0, ended.stderr
+    for name in ("os.system", "torch.os.system"):
+        with pytest.raises(ValueError, match="is not a public part of torch, __main__: wrap it"):
+            yaml.load(f"!pyobject {name}", get_loader())
 
 
 def test_numbers_and_keys_are_read_as_they_are_meant():
@@ -198,6 +129,9 @@ def test_numbers_and_keys_are_read_as_they_are_meant():
     assert yaml.load("{1: a, '1': b}", loader) == {1: "a", "1": "b"}
     assert yaml.safe_load("1e-3") == "1e-3"  # PyYAML's own loader is unchanged
     assert yaml.safe_load("{a: 1, a: 2}") == {"a": 2}
+    for other_tag in ("!!python/object/apply:os.system ['true']", "!pyobject [os, system]"):
+        with pytest.raises(yaml.YAMLError):
+            yaml.load(other_tag, loader)
 
 
 def test_missing_keys_get_their_defaults(tmp_path):
@@ -211,13 +145,10 @@ def test_missing_keys_get_their_defaults(tmp_path):
 
 
 def test_defaults_are_those_of_handler(tmp_path):
-    training, parameters = (
-        read(MINIMAL, tmp_path)["training"],
-        signature(ddp_ref.Handler).parameters,
-    )
-    names = {"seed", "accumulate", "clip_norm", "precision", "on_nonfinite", "sync_every"}
-    names |= {"forward", "count", "scheduler"}
-    assert {n: training[n] for n in names} == {n: parameters[n].default for n in names}
+    training, own = read(MINIMAL, tmp_path)["training"], signature(ddp_ref.Handler).parameters
+    names = training.keys() & own.keys()
+    assert names > {"seed", "accumulate", "clip_norm", "precision", "sync_every", "scheduler"}
+    assert {name: training[name] for name in names} == {name: own[name].default for name in names}
 
 
 def test_overrides(tmp_path):
@@ -227,19 +158,8 @@ def test_overrides(tmp_path):
     assert config["training"]["num_epochs"] == 7 and config["training"]["path"] is None
     assert config["training"]["optimizer_kwargs"] == {"lr": 0.01}
     assert config["early_stopping"]["type"] == "DefaultEarlyStopping"
-    null = MINIMAL + "early_stopping: null"
-    assert read(null, tmp_path, overrides=["early_stopping.type=DefaultEarlyStopping"])
-    for override, text in [
-        (
-            "training.epochs=7",
-            r"unknown key 'epochs' in training \(did you mean num_epochs\?\): use one of",
-        ),
-        ("training.zzz=7", "unknown key 'zzz' in training: use one of"),
-        ("criterion.x=1", r"cannot set criterion\.x"),
-        ("training=1", "training must be a mapping"),
-    ]:
-        with pytest.raises(ValueError, match=text):
-            read(MINIMAL, tmp_path, overrides=[override])
+    with pytest.raises(ValueError, match=r"cannot set criterion\.x"):
+        read(MINIMAL, tmp_path, overrides=["criterion.x=1"])
 
 
 def section(line):
@@ -255,23 +175,19 @@ def training(line):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (("num_epochs: 2", "num_epochs: two"), r"training\.num_epochs must be an integer .*'two'"),
-        (("num_epochs: 2", "num_epochs: true"), "integer from 1 to .*, not True"),
+        (("num_epochs: 2", "num_epochs: true"), r"training\.num_epochs must be .*, not True"),
         (("batch_size: 3", "batch_size: 0"), r"training\.batch_size must .* from 1 to .*, not 0"),
         (("  batch_size: 3\n", ""), r"training\.batch_size is missing: it must be an integer"),
         (("batch_size", "batchsize"), "did you mean batch_size.*: use one of .*num_ep"),
         (("!pyobject torch.optim.SGD", "SGD"), r"optimizer_type must be a class .*, not 'SGD'"),
-        (("type: !pyobject torch.nn.Linear", "type: GNNModel"), r"model\.type must .* 'GNNModel'"),
         (("args: [4, 2]", "args: 4"), r"model\.args must be a list, not 4"),
+        (("args: [4, 2]", "kwargs: {1: 2}"), r"model\.kwargs must be a mapping of names"),
         (section("parallel: 3"), "parallel must be a mapping of world_size, rank"),
-        (section("metrics: [1]"), "metrics must be a mapping of names"),
-        (training("device: 0"), r"training\.device must be a device"),
         (section("parallel: {output_device: 0}"), "output_device must be left out"),
-        (training("clip_norm: -1"), r"clip_norm must be a number above 0, or nu"),
-        (training("precision: fp8"), "must be fp32 or bf16 or fp16, not 'fp8'"),
         (section("parallel: {master_port: 99999}"), "must be a port from 1"),
-        (section("parallel: {master_port: '1x'}"), "must be a port from 1"),
-        (section("parallel: {timeout: 0}"), "must be seconds, from 1"),
+        (section("metrics: [1]"), "metrics must be a mapping of names"),
+        (section("metrics: {loss_std: !pyobject torch.nn.Linear}"), "named loss_"),
+        (section("callbacks: [{tpye: 1}]"), r"unknown key 'tpye' in callbacks\[0\] \(did"),
         (section("validation: {drop_last: true}"), "every item is evaluated"),
         (section("validation: {fraction: 1}"), "a number from 0 to 1"),
         (
@@ -282,16 +198,8 @@ def training(line):
             section("testing: {fraction: 0, data: {type: !pyobject torch.nn.Linear}}"),
             "testing has both data and fraction",
         ),
-        (training(f"seed: {2**63}"), r"training\.seed must be an integer from 0"),
-        (("args: [4, 2]", "kwargs: {1: 2}"), r"model\.kwargs must be a mapping of names"),
-        (section("callbacks: [{tpye: 1}]"), r"unknown key 'tpye' in callbacks\[0\] \(did"),
-        (section("callbacks: 3"), "callbacks must be a list, not 3"),
+        (training("device: 0"), r"training\.device must be a device"),
         (training("forward: f"), r"training\.forward must be a function \(!py"),
-        (
-            training("scheduler: {type: !pyobject torch.nn.Linear, every: batch}"),
-            r"training\.scheduler\.every must be epoch or step, not 'batch'",
-        ),
-        (section("metrics: {loss_std: !pyobject torch.nn.Linear}"), "named loss_"),
         (("num_epochs: 2", "num_epochs: !!bool x"), "config.yaml: 'x'"),
         (("num_epochs: 2", f"num_epochs: {'[' * 3000}"), "config.yaml: maximum recursion"),
         ((MINIMAL, ""), "the configuration must be a mapping of data, model.*, not None"),
@@ -301,15 +209,6 @@ def test_a_mistake_is_one_line_that_names_the_key(tmp_path, change, text):
     with pytest.raises(ValueError, match=text) as caught:
         read(MINIMAL.replace(*change), tmp_path)
     assert "config.yaml: " in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_aliases_do_not_blow_up(tmp_path):
-    """Ten nested levels of ten aliases each would expand to more than ten billion values."""
-    levels = ["x0: &x0 [a, b]"]
-    levels += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 10)}]" for n in range(1, 11)]
-    bomb = "{" + ", ".join(levels) + "}"
-    with pytest.raises(ValueError, match="metrics must be a mapping of names to functions"):
-        read(MINIMAL.replace("training:", f"metrics: {bomb}\ntraining:"), tmp_path)
 
 
 def test_the_error_names_a_file_that_is_missing_or_not_text(tmp_path):

@@ -93,18 +93,14 @@ def test_a_padded_test_set_gives_another_accuracy():
     right = torch.arange(10) > 0
     samplers = [DistributedSampler(range(10), 4, rank, shuffle=False) for rank in range(4)]
     drawn = [index for sampler in samplers for index in sampler]
-    assert sorted(drawn) == [0, 0, 1, 1, *range(2, 10)]
     assert right.double().mean() == 0.9 and right[drawn].double().mean() == 10 / 12
 
 
 def test_parts_overlap_if_each_rank_shuffles_by_itself():
     """First, each rank takes its part of its own permutation; then all ranks share one."""
-    for seeds, overlap in ((range(2), True), ((0, 0), False)):
-        parts = [
-            set(DistributedSampler(range(100), 2, rank, seed=seed))
-            for rank, seed in enumerate(seeds)
-        ]
-        assert bool(parts[0] & parts[1]) == overlap
+    for seeds, overlap in (((0, 1), True), ((0, 0), False)):
+        one, other = (set(DistributedSampler(range(100), 2, n, seed=seeds[n])) for n in (0, 1))
+        assert bool(one & other) == overlap
 
 
 def test_drop_last_skips_the_last_samples():
@@ -166,39 +162,6 @@ def test_a_file_may_run_code(tmp_path, monkeypatch):
     assert made.exists()
 
 
-ENDED = """
-import torch
-import torch.multiprocessing as mp
-
-def put(queue):
-    queue.put(torch.ones(3))
-
-context = mp.get_context("fork")
-queue = context.Queue()
-worker = context.Process(target=put, args=(queue,))
-worker.start()
-worker.join()
-try:
-    queue.get()
-except (EOFError, OSError):
-    print("lost")
-"""
-
-
-def test_a_tensor_from_a_process_that_has_ended_cannot_be_read(tmp_path):
-    (tmp_path / "script.py").write_text(ENDED)
-    result = run(sys.executable, "script.py", cwd=tmp_path)
-    assert (result.stdout, result.code) == ("lost\n", 0), result.stderr
-
-
-def test_the_guides_call_fails_in_plain_python():
-    def double(device, data):
-        return 2 * data.to(device)
-
-    with pytest.raises(TypeError, match="multiple values for argument 'device'"):
-        double(torch.ones(1), device="cpu")
-
-
 # What the guides call, with which parameters: after a *, by keyword. Other names and parameters
 # stand on the page.
 SIGNATURES = {
@@ -240,17 +203,17 @@ ANSWERS = {
     "Only One GPU is Used": "Only one GPU is used",
     "Processes Not Synchronizing": "It hangs",
     "Data Not Distributed Properly": "The data are not distributed as they should be",
-    "GPU Usage": "Are the GPUs busy?",
-    "Log Output": "What should the log say?",
+    "GPU Usage": "It is slow",
+    "Log Output": "The screen stays empty",
     "Scaling Efficiency": "More ranks are hardly faster",
     "Optimization Tips": "The GPUs wait for data",
 }
 
 
-@pytest.mark.parametrize("heading", ANSWERS)
-def test_every_heading_of_the_guide_is_answered(heading):
+def test_every_heading_of_the_guide_is_answered():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    assert re.search(rf"^##+ {re.escape(ANSWERS[heading])}\n\n(?!#)", page, re.MULTILINE)
+    for heading, answer in ANSWERS.items():
+        assert re.search(rf"^##+ {re.escape(answer)}\n\n(?!#)", page, re.MULTILINE), heading
 
 
 def test_every_row_names_tests_that_exist():

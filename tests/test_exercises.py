@@ -11,11 +11,10 @@ from harness import ROOT
 from IPython.core.inputtransformer2 import TransformerManager
 
 pytestmark = pytest.mark.exercises
-MODULES = sorted(path.stem for path in (ROOT / "notebooks/exercises").glob("chapter_*.py"))
 MISTAKES = {
     name: mistakes
-    for module in MODULES
-    for name, mistakes in import_module(f"mistakes.{module}").MISTAKES.items()
+    for path in sorted((ROOT / "notebooks/exercises").glob("chapter_*.py"))
+    for name, mistakes in import_module(f"mistakes.{path.stem}").MISTAKES.items()
 }
 SOLUTION = re.compile(
     r"<details>\n<summary>Solution</summary>\n\n```python\n(.*?)```\n.*?</details>", re.DOTALL
@@ -34,15 +33,6 @@ def solutions():
 
 
 SOLUTIONS = solutions()
-
-
-def test_no_two_exercises_have_the_same_name():
-    found = [import_module(f"exercises.{module}").EXERCISES for module in MODULES]
-    assert sum(len(exercises) for exercises in found) == len(all_exercises())
-
-
-def test_every_exercise_has_a_solution():
-    assert SOLUTIONS.keys() == all_exercises().keys()
 
 
 def imports_for(code, path):
@@ -67,11 +57,10 @@ def test_a_solution_is_right(name):
     assert check(names[name]) == "right"
 
 
-def test_every_exercise_has_two_mistakes_with_hints_of_their_own():
-    assert MISTAKES.keys() == all_exercises().keys()
+def test_every_exercise_has_a_solution_and_two_mistakes_with_hints_of_their_own():
+    assert SOLUTIONS.keys() == MISTAKES.keys() == all_exercises().keys()
     for name, mistakes in MISTAKES.items():
-        hints = [hint for _, hint in mistakes]
-        assert len(hints) >= 2 and len(set(hints)) == len(hints), name
+        assert len({hint for _, hint in mistakes}) == len(mistakes) >= 2, name
 
 
 @pytest.mark.parametrize(

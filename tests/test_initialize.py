@@ -8,11 +8,9 @@ import signal
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -21,13 +19,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from harness import Result, Running, free_port, listens, run, torchrun, wait_until
 
-from ddp_ref import (
-    DistInfo,
-    LaunchInfo,
-    cleanup_ddp,
-    initialize_ddp,
-    seed_everything,
-)
+from ddp_ref import DistInfo, LaunchInfo, cleanup_ddp, initialize_ddp, seed_everything
 from ddp_ref.initialize import (
     _agree_on_device,
     _first_host_from_slurm_nodelist,
@@ -36,7 +28,6 @@ from ddp_ref.initialize import (
     _pick_device,
     _resolve_device,
     _should_use_distributed,
-    exchange,
 )
 from ddp_ref.launch import available_cores
 
@@ -45,7 +36,7 @@ ALONE = DistInfo(False, 0, 0, 1, CPU)
 SHORT = timedelta(seconds=1)
 HOST = "127.0.0.1"
 
-COMMON = '''
+COMMON = """
 import json, os, signal, sys, time
 from datetime import timedelta
 os.environ.pop("OMP_NUM_THREADS", None)  # the threads are ours to set
@@ -55,20 +46,18 @@ import torch.distributed as dist
 from ddp_ref import cleanup_ddp, initialize, initialize_ddp
 from ddp_ref.initialize import open_group
 
-def total():
-    """Return the sum of all ranks' (rank + 1), which proves that the group works."""
+def total():  # the sum of all ranks' (rank + 1) proves that the group works
     value = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(value)
     return value.item()
 
-def show(info):
-    """Write this rank's description, which the test reads, to a file of its own."""
+def show(info):  # in a file of its own, which the test reads
     assert info.distributed and info is initialize_ddp(), info
     assert total() == info.world_size * (info.world_size + 1) / 2
     text = json.dumps([*info[:4], str(info.device), torch.get_num_threads()])
     with open(f"{info.rank}.json", "x") as file:
         file.write(text)
-'''
+"""
 
 
 def script(tmp_path: Path, body: str) -> Path:
@@ -77,14 +66,20 @@ def script(tmp_path: Path, body: str) -> Path:
     return path
 
 
-def start(
-    stack: ExitStack, path: Path, rank: int, world: int, port: int, *arguments: str, **env: str
-) -> Running:
+def start(path: Path, rank: int, world: int, port: int, *arguments: str) -> Running:
     """Start a rank without a launcher: torchrun would end all ranks as soon as one ends."""
-    env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-    command = [sys.executable, path, *arguments]
-    return stack.enter_context(Running(*command, cwd=path.parent, env=env))
+    return Running(sys.executable, path, *arguments, cwd=path.parent, env=env)
+
+
+def run_each(path: Path, world: int, *arguments: str, count: int | None = None) -> list[Result]:
+    """Start all ranks, or the first `count` of them, and wait until they have ended."""
+    port = free_port()
+    with ExitStack() as stack:
+        numbers = range(count or world)
+        ranks = [stack.enter_context(start(path, n, world, port, *arguments)) for n in numbers]
+        return [rank.wait(40) for rank in ranks]
 
 
 def shown(tmp_path: Path) -> list[list]:
@@ -97,48 +92,39 @@ def shown(tmp_path: Path) -> list[list]:
 LIFE = """
 before = dict(os.environ)
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-expected = world_size * (world_size + 1) / 2
 first = initialize_ddp()
 show(first)
 assert open_group() is open_group()
 assert not initialize_ddp(use_distributed=False).distributed
 
+def opens(**arguments):
+    assert initialize_ddp(**arguments) == first
+    assert total() == world_size * (world_size + 1) / 2
+
 # The guide's call, under torchrun.
 cleanup_ddp()
 assert open_group() is None
-assert initialize_ddp(rank=rank, world_size=world_size, backend="gloo") == first
-assert total() == expected
+opens(rank=rank, world_size=world_size, backend="gloo")
 
 # A master of our own beside torchrun's, and the ranks in a different order each time.
-master = dict(rank=rank, world_size=world_size, master_addr="localhost", master_port=sys.argv[1])
 for slow in reversed(range(world_size)):
     if rank == slow:
         time.sleep(0.4)
     cleanup_ddp()
-    assert initialize_ddp(**master) == first
-    assert total() == expected
+    opens(rank=rank, world_size=world_size, master_addr="localhost", master_port=sys.argv[1])
 
-# "nccl" without GPUs is the same error everywhere, and the next call works.
 cleanup_ddp()
-try:
-    initialize_ddp(backend="nccl")
-except RuntimeError as error:
-    assert f"0 GPUs for {world_size} ranks" in str(error), error
-else:
-    raise AssertionError("nccl on CPUs")
-assert not dist.is_initialized()
 
 # A group that other code opened, destroyed and opened again, each time at a new address, because
 # torch would read the addresses of the previous group if a store were used twice.
 for name in "ab":
     meeting = f"file://{os.getcwd()}/{name}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world_size)
-    assert initialize_ddp() == first
-    assert total() == expected
+    opens()
     dist.destroy_process_group()
     assert open_group() is None
 
-assert initialize_ddp(use_distributed=True) == first
+opens(use_distributed=True)
 cleanup_ddp()
 cleanup_ddp()
 assert dict(os.environ) == before
@@ -170,14 +156,13 @@ if os.environ["TORCHELASTIC_MAX_RESTARTS"] == "1" and not os.path.exists("killed
 assert len(set(open_group().nodes)) == 2
 show(info)
 """
-    options = ["--nnodes=2", "--nproc-per-node=2", f"--max-restarts={restarts}"]
-    options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOST}:{free_port()}", "--rdzv-id=two"]
+    options = ["--nnodes=2", "--nproc-per-node=2", f"--max-restarts={restarts}", "--rdzv-id=two"]
+    options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOST}:{free_port()}"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, script(tmp_path, body)]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {}
-    with ExitStack() as stack:
-        agents = [stack.enter_context(Running(*command, cwd=tmp_path, env=env)) for _ in range(2)]
-        for agent in agents:
-            assert agent.wait(120).code == 0, agent.text()
+    agents = [Running(*command, cwd=tmp_path, env=env) for _ in range(2)]
+    with agents[0], agents[1]:
+        assert [agent.wait(120).code for agent in agents] == [0, 0], [a.text() for a in agents]
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r % 2, 4] for r in range(4)]
 
 
@@ -234,45 +219,26 @@ if __name__ == "__main__":
     assert shown(tmp_path) == [[True, r, r, 2, "cpu", threads] for r in range(2)]
 
 
-def with_a_late_rank(tmp_path: Path, world: int, body: str) -> list[Result]:
-    """Run ranks 0 to 2, of which the last starts 3 seconds later."""
-    path, port = script(tmp_path, body), free_port()
-    with ExitStack() as stack:
-        ranks = [start(stack, path, rank, world, port) for rank in range(2)]
-        wait_until(lambda: listens(port))
-        time.sleep(3)
-        ranks.append(start(stack, path, 2, world, port))
-        return [rank.wait(30) for rank in ranks]
-
-
 def test_the_missing_rank_is_named_on_all_others_even_on_a_late_one(tmp_path):
-    """Rank 0 gives up long before the timeout of rank 2 is over."""
-    body = "initialize_ddp(timedelta(seconds=6))"
-    for rank, result in enumerate(with_a_late_rank(tmp_path, 4, body)):
-        assert result.code == 1
-        where = rf"RuntimeError: rank {rank} of 4, master at {HOST}:\d+: "
-        assert re.search(where + r"rank 3 did not arrive \(timeout 0:00:06\): ", result.stderr)
-
-
-def test_share_gpus_must_be_the_same_on_all_ranks(tmp_path):
-    """All ranks say so, even if they exit at once, as a process of mp.spawn does."""
+    """Rank 0, with the store, gives up first, and exits at once, as a process of mp.spawn does."""
     body = """
-os.environ["DDP_SHARE_GPUS"] = "1"
+time.sleep(3 if os.environ["RANK"] == "2" else 0)
 try:
-    initialize_ddp(share_gpus=None if os.environ["RANK"] == "2" else False)
+    initialize_ddp(timedelta(seconds=6))
 except RuntimeError as error:
-    print(error)
+    print(error, flush=True)
     os._exit(1)
 """
-    for result in with_a_late_rank(tmp_path, 3, body):
-        different = "share_gpus (or DDP_SHARE_GPUS) is False on rank 0 and True on rank 2: set it"
-        assert result.stdout.startswith(different)
+    for rank, result in enumerate(run_each(script(tmp_path, body), 4, count=3)):
+        where = rf"rank {rank} of 4, master at {HOST}:\d+: "
+        assert re.match(where + r"rank 3 did not arrive \(timeout 0:00:06\): ", result.stdout)
 
 
 @pytest.mark.parametrize("moment", ["init_process_group", "_store_based_barrier"])
 def test_a_rank_that_dies_after_its_report_leaves_no_half_open_group(tmp_path, moment):
     """Whether torch has not opened the group yet, or has. New processes then open the group."""
     body = """
+os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
 if sys.argv[1:] and os.environ["RANK"] == "1":
     setattr(dist, sys.argv[1], lambda *_, **__: os._exit(9))
     setattr(dist.distributed_c10d, sys.argv[1], lambda *_, **__: os._exit(9))
@@ -283,12 +249,9 @@ except RuntimeError:
     sys.exit(3)
 show(info)
 """
-    path, port = script(tmp_path, body), free_port()
-    for arguments, codes in (([moment], [3, 9]), ([], [0, 0])):
-        with ExitStack() as stack:
-            barrier = {"TORCH_DIST_INIT_BARRIER": "1"}
-            ranks = [start(stack, path, rank, 2, port, *arguments, **barrier) for rank in range(2)]
-            assert [rank.wait(40).code for rank in ranks] == codes, [r.text() for r in ranks]
+    path = script(tmp_path, body)
+    assert [result.code for result in run_each(path, 2, moment)] == [3, 9]
+    assert [result.code for result in run_each(path, 2)] == [0, 0]
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
 
 
@@ -304,10 +267,7 @@ if info.rank == 1:
     time.sleep(4)
     open_group().store.add("late", 1)
 """
-    path, port = script(tmp_path, body), free_port()
-    with ExitStack() as stack:
-        ranks = [start(stack, path, rank, 3, port) for rank in range(3)]
-        results = [rank.wait(40) for rank in ranks]
+    results = run_each(script(tmp_path, body), 3)
     assert [result.code for result in results] == [0, 0, 9], results
 
 
@@ -321,38 +281,36 @@ if info.rank == 0:
 time.sleep(2)
 """
     path, port = script(tmp_path, body), free_port()
-    with ExitStack() as stack:
-        ranks = [start(stack, path, rank, 2, port) for rank in range(2)]
-        ranks[0].wait_for("open")
-        ranks[0].process.send_signal(signal.SIGSTOP)
-        assert ranks[1].wait(20).code == 0
+    with start(path, 0, 2, port) as frozen, start(path, 1, 2, port) as other:
+        frozen.wait_for("open")
+        frozen.process.send_signal(signal.SIGSTOP)
+        assert other.wait(20).code == 0
 
 
-@pytest.mark.parametrize("wait", ["for a master", "for a silent master", "for the other ranks"])
-def test_interrupt_while_waiting(tmp_path, wait):
-    """Ctrl-C ends the wait within about a second, although the timeout is 60 minutes."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_interrupt_while_waiting(tmp_path, rank):
+    """Ctrl-C ends the wait within about a second, although the timeout is 60 minutes.
+
+    Rank 0 waits for rank 1, and rank 1 for a master that accepts connections but never answers.
+    """
     body = """
-print("waiting")
 try:
     initialize_ddp()
 finally:
     print("ended at", time.monotonic())
 """
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server((HOST, 0)))
-        port = server.getsockname()[1] if wait == "for a silent master" else free_port()
-        rank = 0 if wait == "for the other ranks" else 1
-        running = start(stack, script(tmp_path, body), rank, 2, port)
-        running.wait_for("waiting")
-        if wait == "for a silent master":
-            server.accept()[0].close()  # the probe
-            stack.enter_context(server.accept()[0])  # the store
-        elif wait == "for the other ranks":
-            wait_until(lambda: listens(port))
-        time.sleep(0.5)
-        sent = time.monotonic()
-        running.process.send_signal(signal.SIGINT)
-        result = running.wait(10)
+    with socket.create_server((HOST, 0)) as silent, ExitStack() as connections:
+        port = silent.getsockname()[1] if rank else free_port()
+        with start(script(tmp_path, body), rank, 2, port) as running:
+            if rank:
+                for _ in ("the probe", "the store"):
+                    connections.enter_context(silent.accept()[0])
+            else:
+                wait_until(lambda: listens(port))
+            time.sleep(0.5)
+            sent = time.monotonic()
+            running.process.send_signal(signal.SIGINT)
+            result = running.wait(10)
     assert result.code == -signal.SIGINT
     assert float(result.stdout.split()[-1]) - sent < 2
     assert "KeyboardInterrupt" in result.stderr
@@ -360,10 +318,10 @@ finally:
 
 def test_a_master_that_accepts_the_connection_but_never_answers(tmp_path):
     """The error comes soon after the timeout, and the silent master does not block the exit."""
-    with socket.create_server((HOST, 0)) as silent, ExitStack() as stack:
+    with socket.create_server((HOST, 0)) as silent:
         port = silent.getsockname()[1]
-        path = script(tmp_path, "initialize_ddp(timedelta(seconds=1))")
-        result = start(stack, path, 1, 2, port).wait(15)
+        with start(script(tmp_path, "initialize_ddp(timedelta(seconds=1))"), 1, 2, port) as rank:
+            result = rank.wait(15)
     assert result.code == 1
     assert f"{HOST}:{port}: the master accepts connections but does not answer" in result.stderr
 
@@ -372,10 +330,8 @@ def test_a_master_that_accepts_the_connection_but_never_answers(tmp_path):
 
 
 def test_plain_python():
-    assert initialize_ddp() == initialize_ddp() == ALONE
-    assert initialize_ddp(rank=0, world_size=1) == ALONE
-    assert not _is_env_distributed()
-    assert not _should_use_distributed(None)
+    assert initialize_ddp() == initialize_ddp(rank=0, world_size=1) == ALONE
+    assert not _is_env_distributed() and not _should_use_distributed(None)
     assert _first_host_from_slurm_nodelist("node[007,001-004]") == "node007"
     cleanup_ddp()  # nothing to close
 
@@ -385,18 +341,14 @@ def test_use_distributed_false_ignores_the_environment(monkeypatch):
     assert initialize_ddp(use_distributed=False) == ALONE
     assert not _should_use_distributed(False)
     with pytest.raises(ValueError, match="LOCAL_RANK, WORLD_SIZE not set"):
-        initialize_ddp()
-    with pytest.raises(ValueError, match="LOCAL_RANK, WORLD_SIZE not set"):
         _is_env_distributed()
 
 
 def test_use_distributed_true_without_a_launch_is_an_error():
-    for call in (
-        lambda: initialize_ddp(use_distributed=True),
-        lambda: _should_use_distributed(True),
-    ):
-        with pytest.raises(RuntimeError, match="no launcher's variables are set"):
-            call()
+    with pytest.raises(RuntimeError, match="no launcher's variables are set"):
+        initialize_ddp(use_distributed=True)
+    with pytest.raises(RuntimeError, match="no launcher's variables are set"):
+        _should_use_distributed(True)
 
 
 def test_world_of_one(monkeypatch):
@@ -404,19 +356,13 @@ def test_world_of_one(monkeypatch):
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     master = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     monkeypatch.setattr(os, "environ", one | master)
-    assert not initialize_ddp(backend="gloo").distributed
-    assert not _should_use_distributed(None)
-    assert _should_use_distributed(True)
-    assert _is_env_distributed()
-    info = initialize_ddp(use_distributed=True, backend="gloo")
-    try:
-        assert info == (True, 0, 0, 1, CPU)
-        assert initialize_ddp() is info
+    assert not initialize_ddp().distributed and not _should_use_distributed(None)
+    assert _should_use_distributed(True) and _is_env_distributed()
+    for open_it in (_initialize_distributed, lambda: initialize_ddp(use_distributed=True)):
+        info = open_it()
+        assert info == (True, 0, 0, 1, CPU) and initialize_ddp() is info
         dist.barrier()
-    finally:
         cleanup_ddp()
-    assert _initialize_distributed(SHORT) == info
-    cleanup_ddp()
 
 
 def test_without_rank_0_another_rank_names_the_missing_ranks():
@@ -428,10 +374,7 @@ def test_without_rank_0_another_rank_names_the_missing_ranks():
         initialize_ddp(SHORT, rank=1, world_size=3, master_addr=HOST, master_port=port)
 
 
-@pytest.mark.parametrize(
-    ("host", "cause"),
-    [(HOST, "refused"), ("no-such-host.invalid", "(not known|resolution)"), ("a..b", "label")],
-)
+@pytest.mark.parametrize(("host", "cause"), [(HOST, "refused"), ("a..b", "label")])
 def test_unreachable_master(host, cause, monkeypatch):
     """The error has the system's text, and a warning has it earlier, and names the user's line."""
     monkeypatch.setattr("ddp_ref.initialize.WARN_AFTER", 0.3)
@@ -454,15 +397,6 @@ def test_the_local_rank_if_other_code_opened_the_group(environ, local_rank, monk
     dist.destroy_process_group()
 
 
-def test_ranks_exchange_reports_with_few_reads_from_the_store():
-    """If each rank read the report of every other rank, the store would serve N² values."""
-    store, ranks = Mock(wraps=dist.HashStore()), range(8)
-    with ThreadPoolExecutor(8) as pool:
-        exchanged = list(pool.map(lambda rank: exchange(store, rank, 8, f"report {rank}"), ranks))
-    assert exchanged == [[f"report {rank}" for rank in ranks]] * 8
-    assert store.multi_get.call_count == 1 and store.get.call_count == 8
-
-
 def test_port_in_use():
     with socket.socket() as other:
         other.bind(("", 0))
@@ -478,7 +412,6 @@ def test_port_in_use():
         ({"master_addr": ""}, "master_addr must be a host name or address, not ''"),
         ({"backend": "mpi"}, "backend must be .* not 'mpi'"),
         ({"timeout": timedelta(0)}, "timeout must be from a millisecond to 365 days"),
-        ({"timeout": timedelta.max}, "timeout must be from"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -502,14 +435,18 @@ def test_ranks_agree_on_the_device():
     for gpus in (["a", "a"], ["", "a"]):
         with pytest.warns(UserWarning, match="^1 GPU for 2 ranks: running on the CPU; [^\n]*$"):
             assert _agree_on_device(TWO, gpus, None, alone) == CPU
-        with pytest.raises(RuntimeError, match="1 GPU for 2 ranks: nccl needs one per rank"):
-            _agree_on_device(TWO, gpus, "nccl", alone)
+    with pytest.raises(RuntimeError, match="1 GPU for 2 ranks: nccl needs one per rank"):
+        _agree_on_device(TWO, ["", "a"], "nccl", alone)
+    with pytest.raises(RuntimeError, match="0 GPUs for 2 ranks: nccl needs"):
+        _agree_on_device(TWO, ["", ""], "nccl", alone)
     assert _agree_on_device(TWO, ["a", "b"], None, alone) == _pick_device(0)
-    assert _agree_on_device(TWO, ["a", "b"], "nccl", alone) == _pick_device(0)
 
 
-def test_ranks_share_gpus_on_one_machine_only(monkeypatch):
+def test_ranks_share_gpus_on_one_machine_only_and_if_all_of_them_do(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
+    different = r"^share_gpus \(or DDP_SHARE_GPUS\) is False on rank 0 and True on rank 1: set it"
+    with pytest.raises(RuntimeError, match=different):
+        _agree_on_device(TWO, ["", ""], None, [False, True])
     _agree_on_device(TWO, ["u a/0", "u a/0"], None, [True, True])
     assert os.environ == {"NCCL_HOSTID": "rank 0", "NCCL_SOCKET_IFNAME": "lo"}
     with pytest.raises(RuntimeError, match="2 GPUs for 3 ranks: ranks can share GPUs on one mac"):
@@ -520,7 +457,7 @@ def test_ranks_share_gpus_on_one_machine_only(monkeypatch):
 def test_device_that_is_not_there():
     assert _pick_device(3) == CPU
     assert _resolve_device("cpu") == _resolve_device(CPU) == CPU
-    for device in ("cuda", "gpu", "gpu:0", "cuda:1", torch.device("cuda"), torch.device("cuda:3")):
+    for device in ("cuda", "gpu:0", torch.device("cuda:3")):
         with pytest.warns(UserWarning, match=f"no {device} .*: using the CPU$"):
             assert _resolve_device(device) == CPU
 
@@ -555,15 +492,11 @@ def drawn(*parts: int) -> tuple[float, float, float]:
 
 
 def test_seeds():
-    assert drawn(7) == drawn(7)
-    different = [(7,), (8,), (7, 0), (7, 1), (0, 7), (7, 0, 0), (7, 0, 1), (7, 1, 0), (71,), (-7,)]
+    different = [(7,), (7, 0), (7, 1), (0, 7), (7, 0, 0), (7, 1, 0), (71,), (-7,)]
     for values in zip(*(drawn(*parts) for parts in different), strict=True):
         assert len(set(values)) == len(different)
     assert drawn(numpy.int64(7), torch.tensor(1)) == drawn(7, 1)
+    # A hash may differ between runs but agree within each, so these numbers are fixed.
+    assert drawn(2024, 3, 141) == (0.7090118509481602, 0.4332271932082037, 0.11704541460603202)
     with pytest.raises(TypeError):
         seed_everything(0.5)
-
-
-def test_seeds_are_the_same_in_every_process():
-    """Compare with fixed numbers, because a hash may differ between runs but agree within each."""
-    assert drawn(2024, 3, 141) == (0.7090118509481602, 0.4332271932082037, 0.11704541460603202)

@@ -67,17 +67,12 @@ class Fails(Callback):
             raise KeyError("of a callback")
 
 
-def test_what_ended_a_run_is_in_its_log(tmp_path):
+def test_what_ended_a_run_is_in_its_log_and_a_checkpoint_callback_keeps_its_own_folder(tmp_path):
+    callbacks = [Fails(), Checkpoint(tmp_path / "own", every_steps=4)]
     with pytest.raises(KeyError):
-        job(12, 2, callbacks=[Fails()], run_dir=tmp_path, sync_every=1).train(3)
-    assert log(tmp_path)[-1] == "ended by KeyError: 'of a callback'"
-    assert not list(tmp_path.glob("*.pt"))  # it failed before the end of the first epoch
-
-
-def test_a_checkpoint_callback_keeps_its_own_folder(tmp_path):
-    job(12, 2, callbacks=[Checkpoint(tmp_path / "a")], run_dir=tmp_path / "b").train(1)
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["step_000000006.pt"]
-    assert not list((tmp_path / "b").glob("*.pt"))
+        job(12, 2, callbacks=callbacks, run_dir=tmp_path / "run", sync_every=1).train(3)
+    assert log(tmp_path / "run")[-1] == "ended by KeyError: 'of a callback'"
+    assert [*tmp_path.rglob("*.pt")] == [tmp_path / "own" / "step_000000004.pt"]
 
 
 def test_a_folder_that_cannot_be_created_is_an_error_before_any_training(tmp_path):
@@ -91,17 +86,23 @@ def test_a_folder_that_cannot_be_created_is_an_error_before_any_training(tmp_pat
     assert handler.step == 0
 
 
-def test_without_matplotlib_there_is_one_warning_and_everything_else(tmp_path, monkeypatch):
-    for name in list(sys.modules):
-        if name.split(".")[0] == "matplotlib":
-            monkeypatch.delitem(sys.modules, name)
+def test_a_figure_needs_matplotlib_an_epoch_and_metrics(tmp_path, monkeypatch):
+    """The suffix of its name sets its format. Without matplotlib, there is all but the figures."""
+    handler = job(12, 2, metrics={})
+    with pytest.raises(ValueError, match="nothing to plot before the first epoch"):
+        handler.plot_losses(tmp_path / "a.png")
+    handler.train(1)
+    handler.plot_losses(tmp_path / "new" / "a.svg")
+    assert "<svg" in (tmp_path / "new" / "a.svg").read_text()
+    with pytest.raises(ValueError, match="no metrics to plot"):
+        handler.plot_metrics(tmp_path / "b.png")
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     handler = job(12, 2, run_dir=tmp_path)
     with pytest.warns(UserWarning, match="figures need matplotlib: pip install matplotlib") as seen:
         handler.train(1)
     assert len(seen) == 1 and (tmp_path / "history.csv").exists()
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        handler.plot_losses(tmp_path / "losses.png")
 
 
 def test_a_list_that_began_late_belongs_to_the_last_epochs(tmp_path):
@@ -117,24 +118,3 @@ def test_a_list_that_began_late_belongs_to_the_last_epochs(tmp_path):
     }
     np.testing.assert_equal(drawn, expected)  # which takes NaN for equal
     assert axes.get_xlabel() == "epoch" and axes.get_ylabel() == "loss"
-
-
-def test_learning_rates_are_nan_before_the_monitor_was_added(tmp_path):
-    job(12, 2, run_dir=tmp_path).train(2)
-    handler = job(12, 2, run_dir=tmp_path, callbacks=[LearningRateMonitor()])
-    handler.load(tmp_path)
-    handler.train(3)
-    rates = handler.history["lr"]
-    assert [math.isnan(rate) for rate in rates] == [True, True, False] and rates[2] == 0.1
-
-
-def test_the_suffix_of_a_figures_name_sets_its_format(tmp_path):
-    handler = job(12, 2)
-    with pytest.raises(ValueError, match="nothing to plot before the first epoch"):
-        handler.plot_losses(tmp_path / "a.png")
-    handler.set_val_loader(Points(5), 2)
-    handler.train(3)
-    handler.plot_losses(tmp_path / "new" / "a.svg")
-    assert "<svg" in (tmp_path / "new" / "a.svg").read_text()
-    with pytest.raises(ValueError, match="no metrics to plot"):
-        job(12, 2, metrics={}).plot_metrics(tmp_path / "b.png")

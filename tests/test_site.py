@@ -17,10 +17,8 @@ SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}  # pixels of a laptop and 
 
 
 def test_all_notebooks_and_pages_are_there(site):
-    pages, *_ = site
     sources = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), ROOT / "README.md"]
-    wanted = {str(source.relative_to(ROOT).with_suffix(".html")) for source in sources}
-    assert wanted <= set(pages)
+    assert {str(source.relative_to(ROOT).with_suffix(".html")) for source in sources} <= {*site[0]}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -29,8 +27,7 @@ def test_every_page_loads_whole(site, browser, screen, scheme):
     pages, address, _ = site
     width, height = SCREENS[screen]
     size = {"width": width, "height": height}
-    context = browser.new_context(viewport=size, color_scheme=scheme)
-    page, wrong = context.new_page(), []
+    page, wrong = browser.new_page(viewport=size, color_scheme=scheme), []
     page.on("console", lambda message: message.type == "error" and wrong.append(message.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("requestfailed", lambda request: wrong.extend(failure(request)))
@@ -39,7 +36,6 @@ def test_every_page_loads_whole(site, browser, screen, scheme):
         wrong.clear()
         page.goto(f"{address}/{name}", wait_until="load")
         found += [f"{name}: {text}" for text in [*wrong, *page.evaluate(LOOK)]]
-    context.close()
     assert found == []
 
 
@@ -51,9 +47,8 @@ def test_the_front_page_leads_to_everything(site, browser):
     generated = {"genindex.html", "search.html", "index.html"}
     assert {f"{address}/{name}" for name in {*pages} - generated} == set(links)
     clone, *shown = page.locator(".landing pre").text_content().splitlines()
-    assert clone.startswith("$ git clone") and set(shown) <= set(
-        (ROOT / "README.md").read_text().splitlines()
-    )
+    assert clone.startswith("$ git clone")
+    assert set(shown) <= set((ROOT / "README.md").read_text().splitlines())
     chapters = page.locator(".chapters dd").all_text_contents()
     assert len(chapters) == 11 and all(text.endswith("?") for text in chapters)
     page.get_by_placeholder("paste an error message").fill("Duplicate GPU detected")
@@ -81,12 +76,6 @@ def test_the_search_finds_each_message(site, browser):
     assert wrong == {}
 
 
-def test_the_search_finds_no_message_that_nobody_prints(site, browser):
-    page = browser.new_page()
-    page.goto(f"{site[1]}/search.html?q={quote('Watchdog caught a cold')}")
-    page.locator(".search-summary", has_text="did not match any documents").wait_for()
-
-
 def failure(request):
     """Return what failed: nothing, if the next page only cut the request off."""
     return [] if "ERR_ABORTED" in request.failure else [f"{request.failure}: {request.url}"]
@@ -107,17 +96,14 @@ LOOK = """async () => {
 
 def test_a_diff_is_readable_in_dark_mode(site, browser):
     """Its colors let the page's own background through, so that the text keeps its contrast."""
-    _, address, _ = site
-    context = browser.new_context(color_scheme="dark")
-    page = context.new_page()
-    page.goto(f"{address}/notebooks/02_several_processes.html")
+    page = browser.new_page(color_scheme="dark")
+    page.goto(f"{site[1]}/notebooks/02_several_processes.html")
     line = page.locator("pre span", has_text="+import torch.distributed as dist").first
     color, background = line.evaluate(
         "line => [getComputedStyle(line).color, getComputedStyle(line).backgroundColor]"
     )
     assert background.startswith("rgba(46, 160, 67")
-    assert sum(int(part) for part in color.removeprefix("rgb(").rstrip(")").split(",")) > 450
-    context.close()
+    assert sum(map(int, re.findall(r"\d+", color))) > 450
 
 
 def test_the_reference_names_every_export():

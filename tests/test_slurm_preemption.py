@@ -2,10 +2,8 @@
 
 import re
 import signal
-import sys
 
 import pytest
-from harness import SCRIPTS, run
 from slurm_cluster import (
     END_OF_HEAD,
     Cluster,
@@ -13,6 +11,7 @@ from slurm_cluster import (
     assert_same,
     edited,
     project_folder,
+    trained_here,
     weights,
 )
 
@@ -25,41 +24,22 @@ TEMPLATES = {
 }
 
 
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """Return a function that trains on `ranks` ranks, uninterrupted, and returns the weights."""
-    results = {}
-
-    def train(ranks, epochs=EPOCHS):
-        if (ranks, epochs) not in results:
-            folder = tmp_path_factory.mktemp("unbroken")
-            flags = ["--config", SCRIPTS / "configs" / "digits.yaml", "--nproc", str(ranks)]
-            flags += ["--set", f"training.num_epochs={epochs}"]
-            ended = run(sys.executable, SCRIPTS / "train_reference.py", *flags, cwd=folder)
-            assert ended.code == 0, ended.stderr
-            results[ranks, epochs] = weights(folder)
-        return results[ranks, epochs]
-
-    return train
-
-
 def with_settings(folder, template, *settings, epochs=EPOCHS):
     """Write a copy of a template with more settings at the end of its header; return its name."""
     line = f"TRAIN+=({' '.join([f'training.num_epochs={epochs}', *settings])})\n"
     return edited(folder, template, END_OF_HEAD, line + END_OF_HEAD)
 
 
-def check_resumes(job, folder, expected, saved=None, starts=2):
-    """Check that the restarted job resumes in mid-training and ends with the `expected` weights."""
+def check_resumes(job, folder, ranks, saved=None, starts=2):
+    """Check that the job resumes in mid-training, and ends with an uninterrupted run's weights."""
     fields = job.wait_until("COMPLETED", "FAILED")
     assert (fields["ExitCode"], fields["Restarts"]) == ("0:0", str(starts - 1)), job.text()
-    resumed = re.findall(
-        r"ddp_ref.handler: (no checkpoint|loaded \S+\.pt: epoch \d+, step \d+)", job.text()
-    )
+    start = r"ddp_ref.handler: (no checkpoint|loaded \S+\.pt: epoch \d+, step \d+)"
+    resumed = re.findall(start, job.text())
     assert len(resumed) == starts and resumed[0] == "no checkpoint", resumed
     if saved is not None:
         assert resumed[-1].endswith(f"step {saved}"), (resumed, saved)
-    assert_same(weights(folder), expected)
+    assert_same(weights(folder), trained_here("train_reference", EPOCHS, nproc=ranks))
 
 
 def saved_at(job):
@@ -69,7 +49,7 @@ def saved_at(job):
 
 
 @pytest.mark.parametrize("how", TEMPLATES)
-def test_a_job_that_is_told_to_stop_saves_and_requeues_itself(cluster, unbroken, how, tmp_path):
+def test_a_job_that_is_told_to_stop_saves_and_requeues_itself(cluster, how, tmp_path):
     """Slurm signals the batch shell of each template, as it does 120 s before the time limit."""
     template, ranks = TEMPLATES[how]
     folder = project_folder(tmp_path / "project")
@@ -79,13 +59,13 @@ def test_a_job_that_is_told_to_stop_saves_and_requeues_itself(cluster, unbroken,
             job.tell("scancel", "--batch", "--signal=USR1")
         saved = saved_at(job)
         job.start_again()
-        check_resumes(job, folder, unbroken(ranks), saved=saved)
+        check_resumes(job, folder, ranks, saved=saved)
     # The shell requeues the job after the ranks have ended. Otherwise they would have only
     # KillWait seconds to save.
     assert not re.search(r"STEP .* DUE TO JOB REQUEUE", job.text()), job.text()
 
 
-def test_a_signal_to_the_steps(cluster, unbroken, tmp_path):
+def test_a_signal_to_the_steps(cluster, tmp_path):
     """Without --batch, `scancel --signal` signals the ranks, but not the batch shell."""
     folder = project_folder(tmp_path / "project")
     with Job(cluster, with_settings(folder, TEMPLATES["srun"][0]), cwd=folder) as job:
@@ -93,9 +73,7 @@ def test_a_signal_to_the_steps(cluster, unbroken, tmp_path):
         job.tell("scancel", "--signal=USR1")
         fields = job.wait_until("FAILED", "COMPLETED", "PENDING")
         assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "143:0"), job.text()
-        cluster.control("requeue", job.id)
-        job.start_again()
-        check_resumes(job, folder, unbroken(2), saved=saved_at(job))
+        assert saved_at(job)
 
 
 def test_the_time_limit(cluster, tmp_path):
@@ -111,7 +89,7 @@ def test_the_time_limit(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["srun", "srun torchrun"])
-def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, unbroken, how, tmp_path):
+def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, how, tmp_path):
     """`scontrol requeue` sends SIGTERM, which makes the ranks save. A killed rank ends the job.
 
     The job does not requeue itself after a failure, because it might fail again and again.
@@ -129,35 +107,16 @@ def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, unbroken, how, tmp_
         assert job.wait_until("FAILED", "COMPLETED")["JobState"] == "FAILED"
         cluster.control("requeue", job.id)
         job.start_again()
-        check_resumes(job, folder, unbroken(ranks), starts=3)
-
-
-@pytest.mark.parametrize("how", ["srun", "srun torchrun"])
-def test_a_killed_rank_ends_the_job_even_if_another_is_frozen(cluster, how, tmp_path):
-    """SIGTERM does not end the frozen rank. Slurm kills it KillWait seconds later.
-
-    This test does not restart the job. An order to end the first run can reach such a host a minute
-    late. It would end a second run that had not waited Slurm's two minutes.
-    """
-    template, ranks = TEMPLATES[how]
-    folder = project_folder(tmp_path / "project")
-    with Job(cluster, with_settings(folder, template, epochs=1000), cwd=folder) as job:
-        job.wait_for("epoch 3 |")
-        job.signal_rank(0, signal.SIGSTOP)
-        job.signal_rank(ranks - 1, signal.SIGKILL)
-        assert job.wait_until("FAILED", "COMPLETED")["JobState"] == "FAILED"
+        check_resumes(job, folder, ranks, starts=3)
 
 
 @pytest.mark.first
-def test_a_cut_link_is_an_error_and_the_job_resumes_when_the_link_is_back(unbroken, tmp_path):
+def test_a_cut_link_is_an_error_and_the_job_resumes_when_the_link_is_back(tmp_path):
     """The remaining rank raises after parallel.timeout. Slurm gives up the host after 30 s."""
     folder = project_folder(tmp_path / "project")
-    with (
-        Cluster() as own,  # no other job may run on this cluster
-        Job(
-            own, with_settings(folder, TEMPLATES["srun"][0], "parallel.timeout=10"), cwd=folder
-        ) as job,
-    ):
+    template = with_settings(folder, TEMPLATES["srun"][0], "parallel.timeout=10")
+    # No other job may run on this cluster.
+    with Cluster() as own, Job(own, template, cwd=folder) as job:
         job.wait_for("step_000000")
         cut = own.do("on", "node2", "ip", "link", "set", "eth0", "down")
         assert cut.code == 0, cut.stderr
@@ -171,4 +130,4 @@ def test_a_cut_link_is_an_error_and_the_job_resumes_when_the_link_is_back(unbrok
         # Not start_again: the orders to end the first run reach the host late, and would end the
         # second run. Slurm waits two minutes so that they arrive before it starts.
         job.wait_until("RUNNING", timeout=300)
-        check_resumes(job, folder, unbroken(2))
+        check_resumes(job, folder, 2)

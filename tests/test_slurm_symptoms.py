@@ -32,10 +32,9 @@ def srun(cluster, *command, cwd, **variables):
 
 
 def test_the_page_names_these_tests():
-    here = {name for name in globals() if name.startswith("test_")} - {
-        "test_the_page_names_these_tests"
-    }
-    assert set(re.findall(r"test_slurm_symptoms.py::(\w+)", PAGE)) == here
+    here = {name for name in globals() if name.startswith("test_")}
+    named = {*re.findall(r"test_slurm_symptoms.py::(\w+)", PAGE)}
+    assert named == here - {"test_the_page_names_these_tests"}
 
 
 def test_a_script_in_the_shell_of_one_task_waits_for_the_other_tasks(cluster, tmp_path):

@@ -64,15 +64,12 @@ def test_the_defaults(tmp_path, script, nproc, steps):
     assert text.startswith(f"processes: {nproc} | device: cpu | steps per epoch: {steps}\n")
     epochs = history(text)
     assert [number for number, _, _ in epochs] == [*range(1, 21)]
+    assert saved_after(text) == [5, 10, 15, 20]
     assert epochs[0][2] < 0.9 and epochs[-1][2] >= 0.97
     model, test_set = mlp(), datautils.MyTrainDataset(train=False)
     model.load_state_dict(weights(tmp_path / "checkpoint.pt"))
     accuracy = (model(test_set.images).argmax(dim=1) == test_set.digits).float().mean().item()
     assert epochs[-1][2] == pytest.approx(accuracy, abs=5e-5)
-
-
-def test_saves_every_few_epochs_and_the_last(tmp_path):
-    assert saved_after(train(tmp_path, "single_gpu", 1, "5", "2").stdout) == [2, 4, 5]
 
 
 @pytest.fixture(scope="module")
@@ -106,65 +103,53 @@ def test_ranks(tmp_path, one_process, script):
     assert_equal(model.state_dict(), state)
 
 
+TORCHRUN_OR_PYTHON = r"(\S+ )?error: .*(torchrun|python).*"
+
+
 @pytest.mark.parametrize(
-    ("command", "env"),
+    ("command", "env", "message"),
     [
-        pytest.param("single_gpu", {"LOCAL_WORLD_SIZE": "2"}, id="torchrun starts one device's"),
-        pytest.param("multigpu_torchrun", {}, id="no torchrun"),
-        pytest.param("multinode_slurm", {}, id="plain python"),
-        pytest.param("multinode_slurm", {"MASTER_ADDR": "n1", "MASTER_PORT": "1"}, id="no srun"),
-        pytest.param("multinode_slurm", {"SLURM_STEP_NUM_TASKS": "2"}, id="no job script"),
-        pytest.param(
+        ("single_gpu", {"LOCAL_WORLD_SIZE": "2"}, TORCHRUN_OR_PYTHON),
+        ("multigpu_torchrun", {}, TORCHRUN_OR_PYTHON),
+        ("multinode_slurm", {"MASTER_ADDR": "n1", "MASTER_PORT": "1"}, TORCHRUN_OR_PYTHON),
+        ("multinode_slurm", {"SLURM_STEP_NUM_TASKS": "2"}, TORCHRUN_OR_PYTHON),
+        (
             "multinode_slurm --share_gpus",
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},
-            id="two nodes",
+            r"(\S+ )?error: --share_gpus works on one node only",
+        ),
+        (
+            "minimal_ddp",
+            {"SLURM_STEP_NUM_TASKS": "2"},
+            "srun does not set RANK: start with torchrun.*",
+        ),
+        (
+            "minimal_ddp",
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+            "RANK is set, but not LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*",
         ),
     ],
 )
-def test_a_wrong_launch_is_one_line(tmp_path, command, env):
+def test_a_wrong_launch_is_one_line(tmp_path, command, env, message):
     script, *flags = command.split()
     ended = run(sys.executable, SCRIPTS / f"{script}.py", *flags, cwd=tmp_path, env=env)
-    said = "--share_gpus works on one node only" if flags else ".*(torchrun|python).*"
     assert ended.code in (1, 2) and ended.stdout == ""
-    assert re.fullmatch(rf"(\S+ )?error: {said}\n", ended.stderr), ended.stderr
+    assert re.fullmatch(f"{message}\n", ended.stderr), ended.stderr
 
 
-@pytest.mark.parametrize("nproc", [0, 2])
-def test_minimal_ddp(tmp_path, nproc):
-    """Alone in an empty folder, it runs with plain python (nproc 0) and under torchrun.
+@pytest.mark.parametrize(("nproc", "env"), [(2, {}), (1, {"SLURM_NTASKS": "2"})])
+def test_minimal_ddp(tmp_path, nproc, env):
+    """It runs alone in an empty folder, also in an sbatch body without srun, as one process.
 
     No thread of its group is left when Python ends: dump_weights would end it with an error.
     """
     shutil.copy(SCRIPTS / "minimal_ddp.py", tmp_path / "train.py")
-    command = torchrun(nproc, "train.py") if nproc else [sys.executable, "train.py"]
-    ended = run(*command, cwd=tmp_path, env={"PYTHONPATH": PATH[0]})
+    command = torchrun(2, "train.py") if nproc == 2 else [sys.executable, "train.py"]
+    ended = run(*command, cwd=tmp_path, env={"PYTHONPATH": PATH[0]} | env)
     assert ended.code == 0, ended.stderr
     start, *epochs, proof = ended.stdout.splitlines()
-    assert start == f"training in {nproc or 1} processes on cpu"
+    assert start == f"training in {nproc} processes on cpu"
     losses = [float(line.split()[-1]) for line in epochs]
     assert len(losses) == 5 and losses == sorted(losses, reverse=True)
-    assert proof == f"all {nproc or 1} processes on cpu hold the same weights"
-    torch.manual_seed(0)
-    state = torch.load(tmp_path / "minimal.pt", weights_only=True)
-    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
-    model.load_state_dict(state)
-    inputs = torch.randn(1000, 20)
-    right = model(inputs).argmax(1) == (inputs.square().sum(1) > 20).long()
-    assert right.float().mean() > 0.75  # on points that the model has not seen
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "srun does not set RANK: start with torchrun"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            "RANK is set, but not LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT",
-        ),
-        ({"SLURM_NTASKS": "2"}, ""),  # an sbatch body without srun is one process
-    ],
-)
-def test_minimal_ddp_under_other_launchers(tmp_path, env, message):
-    ended = run(sys.executable, SCRIPTS / "minimal_ddp.py", cwd=tmp_path, env=env)
-    assert ended.code == bool(message), ended.stderr
-    assert ended.stderr.startswith(message) and len(ended.stderr.splitlines()) == bool(message)
+    assert proof == f"all {nproc} processes on cpu hold the same weights"
+    assert torch.load(tmp_path / "minimal.pt", weights_only=True)["0.weight"].isfinite().all()

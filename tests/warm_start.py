@@ -37,8 +37,8 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from importlib.machinery import SourceFileLoader
 from multiprocessing import process as multiprocessing_process, util
@@ -75,28 +75,21 @@ class Start:
     folder: str
     new_session: bool
     descriptors: list[int]  # the numbers that the sent descriptors get in the new process
-    blocked: list[int]  # signals, as a fresh interpreter would inherit them
-    ignored: list[int]
+    ignored: list[int]  # signals
     depth: int = 0  # of its own template, if it may start processes; 0: no template
 
 
 class Template:
     """A process that forks itself for each request, as seen by the process that asks it to."""
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        depth: int,
-        process: subprocess.Popen[bytes] | None = None,
-    ) -> None:
+    def __init__(self, connection: socket.socket, depth: int, process: Any = None) -> None:
+        self.process = process  # of the tests' own template
         self.connection = connection
         self.connection.settimeout(PATIENCE)
         self.depth = depth  # 1: used by the tests; 2: by what they start; 3: by what that starts
-        self.process = process
         self.owner = os.getpid()
         self.read_at_start = _read_at_start(dict(os.environ))
         self.lock = threading.Lock()
-        self.numbers = itertools.count()
 
     def start(self, start: Start, descriptors: list[int]) -> int | None:
         """Fork the process and return its pid, or None if it must be started fresh."""
@@ -104,30 +97,22 @@ class Template:
             return None
         if self.may_start_others(start.arguments):
             start.depth = self.depth + 1
-        number = next(self.numbers)
-        request = pickle.dumps((number, astuple(start)))
+        request = pickle.dumps(astuple(start))
         if len(request) > MESSAGE_SIZE or len(descriptors) > MAX_FDS:
             return None
-        try:
-            with self.lock, _adopting():
+        with self.lock:
+            # As a subreaper, this process becomes the parent of what the template's child forks.
+            _prctl(PR_SET_CHILD_SUBREAPER, 1)
+            try:
                 socket.send_fds(self.connection, [request], descriptors)
-                return self.reply_to(number)
-        except OSError:  # the template is gone: a test may have killed its process group
-            if self.process is not None:
-                raise
-            return None
-
-    def reply_to(self, number: int) -> int:
-        """Return the pid of the process that request `number` started."""
-        while True:
-            reply = self.connection.recv(64)
-            if not reply:
-                raise ConnectionError("the template of the tests' processes has exited")
-            answered, pid = map(int, reply.split())
-            if answered == number:
-                return pid
-            with suppress(ProcessLookupError):  # a timeout or Ctrl-C cut its request short
-                os.kill(pid, signal.SIGKILL)
+                return int(self.connection.recv(64))
+            except BaseException as error:
+                self.connection.close()  # the next request must not get a late reply to this one
+                if not isinstance(error, OSError | ValueError):
+                    raise
+                return None  # the template is gone: a test may have killed its process group
+            finally:
+                _prctl(PR_SET_CHILD_SUBREAPER, 0)
 
     def may_start_others(self, arguments: list[str]) -> bool:
         """Return whether a process may start processes itself, so that it needs its own template.
@@ -202,9 +187,8 @@ def _fork(template: Template, given: dict[str, Any]) -> int | None:
         os.path.abspath(given["cwd"] or "."),  # noqa: PTH100 - keeps symbolic links
         given["start_new_session"],
         [0, 1, 2, *given["pass_fds"]],
-        *_signals(),
+        _ignored_signals(),
     )
-    sys.audit("subprocess.Popen", executable, command, given["cwd"], given["env"])
     return template.start(start, [*streams, *given["pass_fds"]])
 
 
@@ -213,21 +197,20 @@ def _spawn(path: Any, command: list[Any], descriptors: Any) -> int:
     executable, *arguments = map(os.fsdecode, command)
     if _template is not None and os.fsdecode(path) == executable == sys.executable:
         kept = sorted({0, 1, 2, *descriptors})
-        start = Start(arguments, dict(os.environ), str(Path.cwd()), False, kept, *_signals())
+        start = Start(arguments, dict(os.environ), str(Path.cwd()), False, kept, _ignored_signals())
         pid = _template.start(start, kept)
         if pid is not None:
             return pid
     return _fresh_spawn(path, command, descriptors)
 
 
-def _signals() -> tuple[list[int], list[int]]:
-    """Return the signals that are blocked and those that are ignored here: children inherit both.
+def _ignored_signals() -> list[int]:
+    """Return the signals that are ignored here: children inherit that.
 
     SIGPIPE and SIGXFSZ do not count: Python ignores them itself, but resets them for its children.
     """
     others = signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
-    ignored = [number for number in others if signal.getsignal(number) is signal.SIG_IGN]
-    return list(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))), list(map(int, ignored))
+    return [int(number) for number in others if signal.getsignal(number) is signal.SIG_IGN]
 
 
 def install() -> None:
@@ -309,10 +292,9 @@ def serve(connection: socket.socket) -> Start:
                 os._exit(0)
             while os.getppid() in (middle, template):
                 time.sleep(0.0005)
-            number, fields = pickle.loads(request)
-            start = Start(*fields)
+            start = Start(*pickle.loads(request))
             _show_to_others(start)
-            connection.send(f"{number} {os.getpid()}".encode())
+            connection.send(str(os.getpid()).encode())
             connection.close()  # before _place, which may give its number to another descriptor
             _place(received, start.descriptors)
             return start
@@ -330,17 +312,12 @@ def _show_to_others(start: Start) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for number in start.ignored:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, start.blocked)
     if start.new_session:
         os.setsid()
     os.environ.clear()
     os.environ.update(start.environment)
-    _show_command([sys.executable, *start.arguments])
+    _overwrite("arg", map(os.fsencode, [sys.executable, *start.arguments]), b" ")
     _overwrite("env", (b"%b=%b" % variable for variable in os.environb.items()), b"\0")
-
-
-def _show_command(command: list[str]) -> None:
-    _overwrite("arg", map(os.fsencode, command), b" ")
 
 
 def _overwrite(what: str, strings: Iterable[bytes], padding: bytes) -> None:
@@ -374,8 +351,12 @@ def become(start: Start, paths: list[str]) -> None:
     sys.path[:] = [str(Path(start.folder, path)) for path in added] + paths
     importlib.invalidate_caches()
     tempfile.tempdir = None  # torch._dynamo has asked for it; TMPDIR may be another one here
-    _reseed()
-    _set_threads()
+    # As if NumPy and torch were just imported. Python itself seeds `random` again after a fork.
+    numpy, torch = sys.modules["numpy"], sys.modules["torch"]
+    numpy.random.seed()
+    torch.default_generator.seed()
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    torch.set_num_threads(int(threads) if threads else len(os.sched_getaffinity(0)))
 
 
 def _open_streams(unbuffered: bool) -> None:
@@ -394,25 +375,6 @@ def _open_streams(unbuffered: bool) -> None:
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-
-
-def _reseed() -> None:
-    """Seed NumPy and torch from the system, as if they were just imported.
-
-    Python itself seeds `random` again after a fork.
-    """
-    import numpy
-    import torch
-
-    numpy.random.seed()
-    torch.default_generator.seed()
-
-
-def _set_threads() -> None:
-    import torch
-
-    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    torch.set_num_threads(int(wanted) if wanted else len(os.sched_getaffinity(0)))
 
 
 def run(arguments: list[str]) -> None:
@@ -453,21 +415,11 @@ def with_template(depth: int) -> Start | None:
         return None
     ours.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _show_command([sys.executable, __file__])
+    _overwrite("arg", map(os.fsencode, [sys.executable, __file__]), b" ")
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
     return serve(theirs)
-
-
-@contextmanager
-def _adopting() -> Iterator[None]:
-    """Be a subreaper, so that the process that the template's child forks becomes our child."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        _prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 def _prctl(option: int, value: int) -> None:

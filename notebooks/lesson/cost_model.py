@@ -2,7 +2,7 @@
 
 `docs/planner/model.js` has the same formulas under the same names, for the page "Plan a run".
 
-Units everywhere: bytes, seconds, bytes a second, and operations (multiplications and additions).
+Units everywhere: bytes, seconds and bytes a second.
 A network's speed in gigabits goes through `bytes_per_second` first: 8 bits are a byte.
 
 Sources of the formulas:
@@ -13,16 +13,10 @@ Sources of the formulas:
     Journal of Parallel and Distributed Computing 69 (2009)
 [ddp] Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
     VLDB 2020, https://arxiv.org/abs/2006.15704
-[flops] Kaplan et al., "Scaling Laws for Neural Language Models", section 2.1,
-    https://arxiv.org/abs/2001.08361
 [zero] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
     SC 2020, https://arxiv.org/abs/1910.02054
 [fsdp] `fully_shard`, https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 [hooks] `bf16_compress_hook`, https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
-[h100] NVLink 4: 900 GB/s in both directions together, so 450 GB/s in one,
-    https://www.nvidia.com/en-us/data-center/h100/
-[cx7] A network card with 400 Gb/s,
-    https://docs.nvidia.com/networking/display/ConnectX7VPI/Introduction
 """
 
 import math
@@ -118,29 +112,6 @@ def all_reduce_seconds(
         Seconds.
     """
     return latency + bytes_sent(payload, world_size) / bandwidth
-
-
-def bus_bandwidth(payload: float, world_size: int, seconds: float) -> float:
-    """Return the bus bandwidth, bytes a second, of an all-reduce that took `seconds` [nccl]."""
-    return bytes_sent(payload, world_size) / seconds
-
-
-def backward_seconds(parameters: float, samples: float, operations_per_second: float) -> float:
-    """Return the time of backward, of a model that uses each parameter once for each sample.
-
-    Backward takes 4 operations for each parameter and sample, forward 2 [flops]. A "sample" of a
-    language model is a token. A convolution uses its parameters once for each position, so there
-    the samples are positions.
-
-    Args:
-        parameters: How many.
-        samples: Of one rank, in one step.
-        operations_per_second: What the device reaches, not its peak.
-
-    Returns:
-        Seconds.
-    """
-    return 4 * parameters * samples / operations_per_second
 
 
 def exposed_seconds(all_reduce: float, backward: float, buckets: int) -> float:

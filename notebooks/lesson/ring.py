@@ -61,13 +61,6 @@ class SimulatedRanks:
                 self._chunks[target, chunk] = numbers
             self.log.append(Message(self.steps, source, target, chunk, add, numbers.nbytes))
 
-    def bytes_sent(self) -> list[int]:
-        """Return how many bytes each rank has sent so far, in rank order."""
-        return [
-            sum(message.size for message in self.log if message.source == rank)
-            for rank in range(self.world_size)
-        ]
-
 
 def ring_all_reduce(ranks: SimulatedRanks) -> None:
     """Sum the vectors in a ring, as in chapter 00: reduce-scatter, then all-gather."""
@@ -76,13 +69,6 @@ def ring_all_reduce(ranks: SimulatedRanks) -> None:
         ranks.exchange([(r, (r + 1) % n, (r - step) % n) for r in range(n)], add=True)
     for step in range(n - 1):  # all-gather: rank r has the complete sum of chunk r + 1
         ranks.exchange([(r, (r + 1) % n, (r + 1 - step) % n) for r in range(n)], add=False)
-
-
-def through_rank_0(ranks: SimulatedRanks) -> None:
-    """Sum the vectors on rank 0, which then sends the sum to every other rank."""
-    others, chunks = range(1, ranks.world_size), range(ranks.world_size)
-    ranks.exchange([(rank, 0, chunk) for rank in others for chunk in chunks], add=True)
-    ranks.exchange([(0, rank, chunk) for rank in others for chunk in chunks], add=False)
 
 
 def replay(ranks: SimulatedRanks) -> list[Holdings]:

@@ -40,11 +40,6 @@ def player_html(ranks: SimulatedRanks) -> str:
 
 def player_data(ranks: SimulatedRanks) -> dict[str, Any]:
     """Return the colours, and each step's messages, holdings and words, as the script gets them."""
-    if ranks.world_size > len(RANKS):
-        raise ValueError(
-            f"the player has colours for {len(RANKS)} ranks, but there are {ranks.world_size}: "
-            "simulate fewer ranks"
-        )
     steps = []
     for step, holdings in enumerate(replay(ranks)):
         messages = [message for message in ranks.log if message.step == step]
@@ -59,33 +54,16 @@ def _messages_in_words(step: int, messages: list[Message]) -> str:
     """Say who sends what to whom in a step, which is 0 at the start."""
     if step == 0:
         return "At the start, each rank holds only its own numbers."
-    if not messages:
-        return f"Step {step}: no rank sends anything."
-    chunks: dict[tuple[int, int], list[str]] = {}  # by source and target
-    for message in messages:
-        chunks.setdefault((message.source, message.target), []).append(str(message.chunk))
-    sent = [
-        f"rank {source} sends chunk{'s' * (len(its) > 1)} {_listed(its)} to rank {target}"
-        for (source, target), its in chunks.items()
-    ]
-    return f"Step {step}, {'add' if messages[0].add else 'copy'}: {_listed(sent)}."
+    sent = [f"rank {m.source} sends chunk {m.chunk} to rank {m.target}" for m in messages]
+    listed = " and ".join([", ".join(sent[:-1]), sent[-1]])
+    return f"Step {step}, {'add' if messages[0].add else 'copy'}: {listed}."
 
 
 def _progress_in_words(ranks: SimulatedRanks, step: int, holdings: Holdings) -> str:
     """Say how much each rank has sent up to a step, and how many chunks are complete."""
-    sent = [0] * ranks.world_size
-    for message in ranks.log:
-        sent[message.source] += message.size * (message.step <= step)
-    if len(set(sent)) == 1:
-        traffic = f"Each rank has sent {sent[0]} bytes so far."
-    else:
-        each = [f"{size} bytes by rank {rank}" for rank, size in enumerate(sent)]
-        traffic = f"Sent so far: {_listed(each)}."
+    sent = sum(message.size for message in ranks.log if message.step <= step)
     held = [len(whose) for row in holdings for whose in row]
-    complete = held.count(ranks.world_size)
-    return f"{traffic} {complete} of {len(held)} chunks hold the sum over all ranks."
-
-
-def _listed(words: list[str]) -> str:
-    """Return, for example, "0, 1 and 2"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return (
+        f"Each rank has sent {sent // ranks.world_size} bytes so far. "
+        f"{held.count(ranks.world_size)} of {len(held)} chunks hold the sum over all ranks."
+    )

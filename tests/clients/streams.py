@@ -30,17 +30,12 @@ class Lines(IterableDataset):
         return islice(read(), first, None, self.world_size * workers)
 
 
-def forward(model, batch):
-    inputs, targets = batch
-    return model(inputs), targets
-
-
-def train(epochs=2, steps_per_epoch=20, forward=forward):
+def train(epochs=5, steps_per_epoch=20):
     info = initialize_ddp()
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    handler = Handler(model, optimizer, nn.functional.mse_loss, forward=forward)
+    handler = Handler(model, optimizer, nn.functional.mse_loss)
     handler.set_train_loader(
         Lines(info.rank, info.world_size),
         batch_size=4,
@@ -53,7 +48,7 @@ def train(epochs=2, steps_per_epoch=20, forward=forward):
 
 
 if __name__ == "__main__":
-    handler = train(epochs=5)
+    handler = train()
     if handler.rank == 0:
         print("losses:", [round(loss, 4) for loss in handler.train_losses])
     cleanup_ddp()

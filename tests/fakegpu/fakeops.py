@@ -10,6 +10,7 @@ torch._fake_operators is the number of operators replaced.
 """
 
 import ctypes
+import re
 import warnings
 
 import torch
@@ -20,37 +21,15 @@ lib.fake_count.restype = ctypes.c_long
 lib.fake_name.restype = ctypes.c_char_p
 
 # These only touch metadata, allocate, or copy through the runtime: torch's own code is right.
-SKIP = {
-    "_assert_async",
-    "_assert_async.msg",
-    "_cudnn_init_dropout_state",
-    "_efficientzerotensor",
-    "_has_compatible_shallow_copy_type",
-    "_local_scalar_dense",
-    "_pin_memory",
-    "_reshape_alias",
-    "_resize_output_",
-    "_to_copy",
-    "alias",
-    "as_strided",
-    "copy_",  # replaced by its own function below
-    "detach",
-    "empty.memory_format",
-    "empty_strided",
-    "is_pinned",
-    "is_set_to",
-    "record_stream",
-    "resize_",
-    "resize_as_",
-    "set_",
-    "set_.source_Storage",
-    "set_.source_Storage_storage_offset",
-    "set_.source_Tensor",
-    "unfold",
-    "view",
-    "view_as_complex",
-    "view_as_real",
-}
+SKIP = """
+_assert_async _assert_async.msg _cudnn_init_dropout_state _efficientzerotensor
+_has_compatible_shallow_copy_type _local_scalar_dense _pin_memory _reshape_alias _resize_output_
+_to_copy alias as_strided detach empty.memory_format empty_strided is_pinned is_set_to record_stream
+resize_ resize_as_ set_ set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor
+unfold view view_as_complex view_as_real
+copy_
+"""  # copy_ is replaced by its own function below
+SKIP = set(re.findall(r"\S+", SKIP))
 
 
 def counts():
@@ -120,11 +99,8 @@ def on_cpu(op):
             if x.is_cuda:
                 # A tensor without dimensions may be on another device, as with the real kernels
                 if x.dim() or device is None:
-                    if (
-                        x.dim()
-                        and device not in (None, x.device)
-                        and any(p.dim() for p, _ in pairs)
-                    ):
+                    others = any(cuda.dim() for cuda, _ in pairs)
+                    if x.dim() and others and device not in (None, x.device):
                         raise RuntimeError(
                             "Expected all tensors to be on the same device, but found "
                             f"{device} and {x.device} in {name}"
