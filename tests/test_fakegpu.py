@@ -200,16 +200,21 @@ time.sleep(600)  # on a real GPU, Python would wait for the result here
 """
 
 
-def lines_of(log):
-    """Return the set of lines, without what differs from run to run: times, ranks and folders.
+SIGNALS = "First PG on this rank to signal dumping|Observed flight recorder dump signal"
 
-    The end of PyTorch's standard advice is left out too, because the page shortens it.
+
+def lines_of(log):
+    """Return the set of lines, without what differs from run to run: times and folders.
+
+    The lines about which rank signaled first are left out too, and the end of PyTorch's standard
+    advice, which the page shortens.
     """
     differs = (
-        r"E\d{4} [\d:.]+|\d+(?= milliseconds)| from .*/|\s*(this local rank|[Rr]ank ?\d)"
-        r"|(?<=usages of collectives, ).*"
+        r"E\d{4} [\d:.]+|\d+(?= milliseconds)| from .*/|(?<=usages of collectives, ).*"
+        r"|(?<=timeout from )(this local rank|\s+rank \d)"
     )
-    return {re.sub(differs, "", line).rstrip() for line in log.splitlines()} - {""}
+    lines = [re.sub(differs, "", line).rstrip() for line in log.splitlines()]
+    return {line for line in lines if line and not re.search(SIGNALS, line)}
 
 
 @pytest.mark.skipif(GPUS != 4, reason="three ranks: runs with four fake GPUs only")
@@ -234,7 +239,12 @@ def test_the_watchdogs_log_is_the_one_on_the_page(tmp_path):
         wait_until(lambda: NOT_CALLED in run(*dumps, cwd=tmp_path).stdout)
     page = (ROOT / "docs" / "nccl-hangs.md").read_text()
     shown = lines_of(page[page.index("[rank0]:[E") :].partition("```")[0])
-    assert len(shown) == 9 and shown <= lines_of(printed)
+    assert len(shown) == 7 and shown <= lines_of(printed)
+    stack = {line for line in shown if line.startswith("#")}
+    assert stack == {line for line in lines_of(printed) if line.startswith("#")}
+    for log in (page, printed):
+        assert re.search(r"Rank [02]\] First PG on this rank to signal dumping", log)
+        assert "Rank 1] Observed flight recorder dump signal from another rank" in log
     assert NOT_CALLED in run(*FIND_HANG, running.err, cwd=tmp_path).stdout
 
 
