@@ -94,7 +94,8 @@ def usual_loader(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
 def loader_at_once(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
     """Return a loader that looks up each of these batches in one call, as `Handler` does."""
     rows = BatchSampler(DistributedSampler(data), batch, drop_last=False)
-    return DataLoader(data, batch_size=None, sampler=rows)
+    pin = torch.cuda.is_available()  # as `Handler` does
+    return DataLoader(data, batch_size=None, sampler=rows, pin_memory=pin)
 
 
 # The loops. The peers train on the CPU only.

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -109,6 +110,7 @@ def run_once(args: argparse.Namespace, folder: Path, number: int, every: float) 
     # With a fault handler, a segmentation fault is seen in the output.
     with Running(*command, cwd=folder, env={"PYTHONFAULTHANDLER": "1"}) as running:
         running.wait_for("epochs are done", DEADLINE)
+        check_start(attempt.start, (home / "log.txt").read_text())
         ends = [f"epoch {args.epochs} |", f"{args.epochs} of {args.epochs} epochs"]
         memory, chance = Memory(running, ends), Random(f"{args.seed} {number}")
         fault, before = disturb(memory, home, chance, every)
@@ -122,6 +124,13 @@ def run_once(args: argparse.Namespace, folder: Path, number: int, every: float) 
     attempt.peak, attempt.growths = memory.peak(), memory.growths()
     check_end(result, fault, before, home)
     return attempt
+
+
+def check_start(start: str, log: str) -> None:
+    """Raise Wrong unless the job says in its log that it began with the checkpoint `start`."""
+    begins = re.findall(r"(?:loaded|no checkpoint in) (\S+):", log)
+    if not begins or Path(begins[-1]) != Path(CHECKPOINTS, start):
+        raise Wrong(f"the job did not begin with {start or 'no checkpoint'}\n{log}")
 
 
 def disturb(memory: Memory, home: Path, chance: Random, every: float) -> tuple[str, set[str]]:

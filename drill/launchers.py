@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 from harness import SCRIPTS, clean_environment, torchrun
 from plan import EPOCHS
 
@@ -43,6 +44,6 @@ def slurm(*command: str) -> None:
 def slurm_host() -> int:
     """Return the process id of the local cluster's first host; raise OSError if there is none."""
     pid = CLUSTER / "node1" / "pid"
-    if not pid.exists():
+    if not pid.exists() or not psutil.pid_exists(int(pid.read_text())):
         raise OSError("srun needs the cluster that make slurm-up starts")
     return int(pid.read_text())

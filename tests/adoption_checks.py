@@ -240,6 +240,7 @@ class ManyKinds(nn.Linear):
         kinds = {
             "dict": {"loss": out.mean(), "logits": out, "first": out[:, 0], "name": "left out"},
             "tuple": (out, out.mean(), [str(index) for index in range(len(out))]),
+            "double": out.double(),
             "kept": self.kept[: len(out)].copy_(out),  # the same memory for every batch
             "lists": [row[: 1 + index] for index, row in enumerate(out)],
             "squeezed": out[:, 0].squeeze(),
@@ -278,7 +279,7 @@ def check_outputs_of_many_kinds_are_copied_and_split_into_items():
     data = Points(3 * world_size())
     with pytest.raises(ValueError, match=r"2 outputs for .* items: return one row per item"):
         predict("mean", 3)
-    for kind in ("lists", "squeezed") if dist.is_initialized() else ():
+    for kind in ("lists", "squeezed", "double") if dist.is_initialized() else ():
         with pytest.raises(ValueError, match="rows of one shape and dtype, or all be lists"):
             predict("kept" if rank() else kind)
         assert_same_on_all_ranks(torch.ones(1))  # the group is usable
@@ -315,17 +316,23 @@ def check_resuming_warns_about_a_metric_object_without_state():
 
 
 def check_buffers_that_ddp_leaves_to_each_rank_stay_as_they_are():
-    model = nn.Sequential(nn.BatchNorm1d(4), network())
-    model.register_buffer("queue", torch.full((2 + rank(),), float(rank())))  # not of one length
-    handler = job(8 * world_size(), 2, model=model, ddp_options={"broadcast_buffers": False})
-    handler.set_val_loader(Points(5), 2)
-    handler.train(1)
-    handler.predict(Points(5), 2)
-    assert model.queue.tolist() == [rank()] * (2 + rank())
-    if dist.is_initialized():
-        means = [torch.empty(4) for _ in range(world_size())]
-        dist.all_gather(means, model[0].running_mean)
-        assert not torch.equal(means[0], means[-1])
+    """Either all of them, or those on DDP's own list of what to ignore."""
+    for ignore in (False, True):
+        model = nn.Sequential(nn.BatchNorm1d(4), network())
+        model.register_buffer("queue", torch.full((2 + rank(),), float(rank())))  # other lengths
+        if ignore:
+            model._ddp_params_and_buffers_to_ignore = ["queue"]
+        options = {"broadcast_buffers": ignore}
+        handler = job(8 * world_size(), 2, model=model, ddp_options=options)
+        handler.set_val_loader(Points(5), 2)
+        handler.train(1)
+        handler.predict(Points(5), 2)
+        assert model.queue.tolist() == [rank()] * (2 + rank())
+        if dist.is_initialized():
+            means = [torch.empty(4) for _ in range(world_size())]
+            handler.validate()
+            dist.all_gather(means, model[0].running_mean)
+            assert torch.equal(means[0], means[-1]) == ignore
 
 
 def check_training_stops_exactly_at_max_steps_and_goes_on_from_there():

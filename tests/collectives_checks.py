@@ -113,13 +113,15 @@ def check_a_rank_without_values_takes_part():
     me, world = dist.get_rank(), dist.get_world_size()
     for empty in range(world):
         others = [rank for rank in range(world) if rank != empty]
-        own = {"number": float(me), "half": torch.full((2, 2), me, dtype=torch.float16)}
+        own = {"number": me - 9.0, "half": torch.full((2, 2), me + 1, dtype=torch.float16)}
         combined = [(reduce_sum, sum(others)), (reduce_max, max(others)), (reduce_min, min(others))]
         for function, expected in [*combined, (reduce_mean, sum(others) / len(others))]:
             results = function({} if me == empty else own)
             assert list(results) == ["number", "half"]
-            assert results["number"] == expected and results["half"].dtype == torch.float16
-            assert results["half"].tolist() == [[expected] * 2] * 2
+            times = len(others) if function is reduce_sum else 1
+            assert results["number"] == expected - 9 * times
+            assert results["half"].dtype == torch.float16
+            assert results["half"].tolist() == [[expected + times] * 2] * 2
         bad = {"a": math.nan, "t": torch.tensor([math.inf, math.nan])}
         good = {"a": 2.0, "t": torch.tensor([1.0, 2.0])}
         means = reduce_mean(bad if me == empty else good, int(me != empty))

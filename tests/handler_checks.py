@@ -3,7 +3,9 @@
 test_handler.py runs them on several ranks, and also in its own process without a group.
 """
 
+import os
 import random
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -176,6 +178,31 @@ def check_all_ranks_decide_alike_if_a_loss_is_not_finite_on_any_rank():
         handler.loop.task.loss_fn = loss
         with pytest.raises(FloatingPointError, match=r"epoch 1 is not finite, noticed at step 10"):
             handler.train(1)
+
+
+def check_a_summary_from_before_an_error_is_dropped():
+    handler = job(40 * world_size(), 4)
+    handler.loop.rank_sync.start(1, handler.loop.sums.totals * torch.nan)  # an error left it
+    handler.train(1)
+    assert handler.step == 10
+
+
+def check_all_hooks_of_an_epochs_end_run_before_a_signal_ends_training():
+    class Signals(Callback):
+        def on_epoch_end(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    class Counts(Callback):
+        epochs = 0
+
+        def on_epoch_end(self):
+            self.epochs += 1
+
+    counts = Counts()
+    handler = job(24 * world_size(), 2, callbacks=[Signals(), counts])
+    with pytest.raises(SystemExit):
+        handler.train(3)
+    assert counts.epochs == handler.epoch == 1
 
 
 def saved(name):
@@ -455,6 +482,10 @@ def check_a_batch_sampler_must_give_all_ranks_equally_many_batches():
     if world_size() > 1:
         with pytest.raises(ValueError, match=r"batches \(all ranks: 3 or 4"):
             handler.train(2)
+    unsized = type("Unsized", (Buckets,), {"__len__": None})([[0, 1]] * 2)
+    handler = job(4, 1, loader={"batch_sampler": unsized, "steps_per_epoch": 3})
+    handler.train(1)
+    assert handler.step == 3
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Check on every rank what on_rank and rank_first promise. test_on_rank.py runs this script."""
 
+import gc
 import itertools
 import operator
 import re
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -127,6 +129,29 @@ def check_an_exception_that_cannot_be_unpickled_keeps_its_name_and_text():
         unprintable = raised(SyntaxError, fail, SyntaxError, "bad", ("file", 1, 1, b"no text"))
         assert unprintable.msg == "bad"
     assert_group_is_usable()
+
+
+def check_local_variables_of_a_failed_body_are_freed_with_its_exception():
+    """The garbage collector is off: a frame that held its exception would keep both alive."""
+    references = []
+
+    def fail():
+        local = ScriptError("held by the body's frame")
+        references.append(weakref.ref(local))
+        raise LookupError("no")
+
+    def fail_in_block():
+        with rank_first():
+            fail()
+
+    gc.disable()
+    try:
+        for call in (on_rank(0)(fail), on_rank(range(dist.get_world_size()))(fail), fail_in_block):
+            raised(LookupError, call)
+    finally:
+        gc.enable()
+    assert [reference() for reference in references] == [None] * len(references)
+    assert len(references) == (3 if dist.get_rank() == 0 else 1)
 
 
 def check_a_rank_outside_the_world_is_an_error_on_all_ranks():

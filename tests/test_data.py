@@ -204,6 +204,7 @@ def test_a_callers_own_sampler_is_used_if_it_is_rank_aware():
         (eval_loader, range(3), True, {}, "not True"),
         (eval_loader, Stream(), 1, {}, "an IterableDataset cannot be evaluated"),
         (eval_loader, range(3), 1, {"shuffle": True}, "leave out shuffle"),
+        (eval_loader, range(3), 1, {"sampler": range(2), "drop_last": True}, "sampler, drop_last"),
         (eval_loader, DataLoader(range(2), batch_sampler=[[0, 1]]), 8, {}, "but a list may not"),
         (train_loader, range(3), 1, {"in_order": False}, "in_order=False would mix up the order"),
     ],
@@ -211,6 +212,14 @@ def test_a_callers_own_sampler_is_used_if_it_is_rank_aware():
 def test_what_cannot_be_loaded_exactly_is_rejected(loader, dataset, batch_size, options, text):
     with pytest.raises(ValueError, match=text):
         loader(dataset, batch_size, rank=0, world_size=1, **options)
+
+
+def test_an_existing_loader_with_workers_may_be_used_without_them():
+    options = {"persistent_workers": True, "multiprocessing_context": "fork"}
+    existing = DataLoader(range(6), 4, num_workers=2, timeout=5, **options)
+    assert len(list(train_loader(existing, num_workers=0, rank=0, world_size=1))) == 2
+    kept = train_loader(existing, num_workers=1, rank=0, world_size=1)
+    assert kept.persistent_workers and kept.multiprocessing_context.get_start_method() == "fork"
 
 
 WORKERS = """

@@ -8,9 +8,11 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -28,6 +30,7 @@ from ddp_ref.initialize import (
     _pick_device,
     _resolve_device,
     _should_use_distributed,
+    exchange,
 )
 from ddp_ref.launch import available_cores
 
@@ -358,8 +361,11 @@ def test_world_of_one(monkeypatch):
     monkeypatch.setattr(os, "environ", one | master)
     assert not initialize_ddp().distributed and not _should_use_distributed(None)
     assert _should_use_distributed(True) and _is_env_distributed()
-    for open_it in (_initialize_distributed, lambda: initialize_ddp(use_distributed=True)):
-        info = open_it()
+    for open_it in (
+        _initialize_distributed,
+        lambda limit: initialize_ddp(limit, use_distributed=True),
+    ):
+        info = open_it(SHORT)
         assert info == (True, 0, 0, 1, CPU) and initialize_ddp() is info
         dist.barrier()
         cleanup_ddp()
@@ -374,7 +380,10 @@ def test_without_rank_0_another_rank_names_the_missing_ranks():
         initialize_ddp(SHORT, rank=1, world_size=3, master_addr=HOST, master_port=port)
 
 
-@pytest.mark.parametrize(("host", "cause"), [(HOST, "refused"), ("a..b", "label")])
+@pytest.mark.parametrize(
+    ("host", "cause"),
+    [(HOST, "refused"), ("no-such-host.invalid", "(not known|resolution)"), ("a..b", "label")],
+)
 def test_unreachable_master(host, cause, monkeypatch):
     """The error has the system's text, and a warning has it earlier, and names the user's line."""
     monkeypatch.setattr("ddp_ref.initialize.WARN_AFTER", 0.3)
@@ -395,6 +404,15 @@ def test_the_local_rank_if_other_code_opened_the_group(environ, local_rank, monk
     dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     assert initialize_ddp() == (True, 1, local_rank, 2, CPU)
     dist.destroy_process_group()
+
+
+def test_ranks_exchange_reports_with_few_reads_from_the_store():
+    """If each rank read the report of every other rank, the store would serve N² values."""
+    store, ranks = Mock(wraps=dist.HashStore()), range(8)
+    with ThreadPoolExecutor(8) as pool:
+        exchanged = list(pool.map(lambda rank: exchange(store, rank, 8, f"report {rank}"), ranks))
+    assert exchanged == [[f"report {rank}" for rank in ranks]] * 8
+    assert store.multi_get.call_count == 1 and store.get.call_count == 8
 
 
 def test_port_in_use():
@@ -439,7 +457,8 @@ def test_ranks_agree_on_the_device():
         _agree_on_device(TWO, ["", "a"], "nccl", alone)
     with pytest.raises(RuntimeError, match="0 GPUs for 2 ranks: nccl needs"):
         _agree_on_device(TWO, ["", ""], "nccl", alone)
-    assert _agree_on_device(TWO, ["a", "b"], None, alone) == _pick_device(0)
+    for backend in (None, "nccl"):
+        assert _agree_on_device(TWO, ["a", "b"], backend, alone) == _pick_device(0)
 
 
 def test_ranks_share_gpus_on_one_machine_only_and_if_all_of_them_do(monkeypatch):

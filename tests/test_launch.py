@@ -149,6 +149,7 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
     ("environ", "arguments", "message"),
     [
         ({}, {"rank": 0}, "rank=0 and world_size=None"),
+        ({}, {"world_size": 2}, "rank=None and world_size=2"),
         ({}, {"rank": 0, "world_size": 2, "master_addr": "a"}, "^MASTER_PORT not set"),
         ({}, {"rank": -1, "world_size": 1}, "rank=-1"),
         ({"MASTER_PORT": "29500"}, {}, "MASTER_ADDR not set"),
@@ -159,7 +160,9 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
         (TORCHRUN | {"LOCAL_RANK": "4"}, {}, "^local_rank and local_world_size clash"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, {}, "^local_rank and local_world_size clash"),
         (TORCHRUN, {"master_port": 0}, "MASTER_PORT must be from 1 to 65535, not 0"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, {}, "from 1 to 65535, not 65536"),
         (STEP | {"SLURM_NODEID": "2"}, {}, "SLURM_NODEID=2 .*'2,1'"),
+        (STEP | {"SLURM_NODEID": "-1"}, {}, "SLURM_NODEID=-1"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1(x"}, {}, r"SLURM_NODEID=1 .*'2,1\(x'"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1"}, {}, r"malformed host list 'n\[1': "),
         (STEP | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
@@ -196,8 +199,9 @@ def test_cores_per_rank(monkeypatch):
 
     Under Slurm it is the number of cores that the task asked for, if that is set.
     """
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7, 8, 9, 11}, raising=False)
     cores = available_cores()
-    assert 1 <= cores <= os.cpu_count()
+    assert cores == 5
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
     assert cores_per_rank(detect_launch({})) == cores
     assert cores_per_rank(detect_launch(TORCHRUN)) == max(1, cores // 4)

@@ -6,6 +6,7 @@ import operator
 import os
 import signal
 import sys
+import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -226,6 +227,17 @@ def test_an_executor_works_on_after_an_interrupt_and_no_worker_outlives_its_pare
         running.process.send_signal(signal.SIGINT)
         result = running.wait()
     assert (result.stdout, result.code) == ("felt ['again', 'again']\n", 0), result.stderr
+
+
+def test_close_ends_a_busy_call_and_the_executor_can_be_used_again():
+    with ParallelExecutor(1, pass_device=False) as executor, ThreadPoolExecutor(1) as pool:
+        executor.run(abs, 1)
+        call = pool.submit(executor.run, time.sleep, 1000)
+        time.sleep(2)
+        executor.close()
+        with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
+            call.result(30)
+        assert executor.run(abs, -2) == [2]
 
 
 def test_calls_from_two_threads_take_turns(two):

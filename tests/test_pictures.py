@@ -8,6 +8,7 @@ from harness import ROOT
 from lesson import palette
 
 PICTURES = sorted((ROOT / "notebooks/figures").glob("*.svg"))
+assert len(PICTURES) > 9
 PICTURES.append(ROOT / "docs/figures/one_step.svg")
 SVG = "{http://www.w3.org/2000/svg}"
 SIZE = re.compile(r"font(?:-size)?\s*:[^;}]*?(\d+(?:\.\d+)?)(px|em|rem|pt|%)")

@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +22,14 @@ from ddp_ref.workers import process
 
 LIMIT = timedelta(minutes=4)  # a test that hangs fails with a TimeoutError that names the ranks
 Point = namedtuple("Point", "x y")
+
+
+def test_simultaneous_launches_do_not_clash():
+    def launch(number):
+        return run_ranks(lambda: initialize_ddp() and gather_objects(number, True), timeout=LIMIT)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(launch, range(2))] == [[[number] * 2] * 2 for number in range(2)]
 
 
 def test_ranks_meet_and_their_results_come_back_intact(capfd):

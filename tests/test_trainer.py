@@ -310,6 +310,11 @@ def test_a_configuration_that_cannot_work_in_this_process_is_rejected(change, te
         TrainerDDP(0, configuration() | change)
 
 
+def test_a_wrong_rank_is_refused():
+    with pytest.raises(ValueError, match="rank is 1, but this process is rank 0"):
+        TrainerDDP(1, configuration())
+
+
 def test_a_signal_saves_where_the_next_run_loads(tmp_path):
     own = {"type": Checkpoint, "args": [tmp_path / "best"]}
     trainer = TrainerDDP(0, configuration(path=str(tmp_path / "run")) | {"callbacks": [own]})
