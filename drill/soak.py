@@ -45,8 +45,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
         runs = {
-            FAULT_FREE: run_all(args, folder / FAULT_FREE, math.inf),
-            WITH_FAULTS: run_all(args, folder / WITH_FAULTS, args.every),
+            FAULT_FREE: run_all(args, folder / FAULT_FREE, 0),
+            WITH_FAULTS: run_all(args, folder / WITH_FAULTS, args.faults),
         }
         steps = check(runs, folder, args.epochs)
     text = report(args, runs, steps)
@@ -61,6 +61,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=420, help="of each run (420, an hour)")
     parser.add_argument("--every", type=float, default=120, help="seconds between faults (120)")
+    parser.add_argument("--faults", type=float, default=math.inf, help="the most (no limit)")
     parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from (0)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the summary there too")
     parser.add_argument("flags", nargs="*", help="of char_gpt.py, after --")
@@ -69,11 +70,15 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def run_all(args: argparse.Namespace, folder: Path, every: float) -> list[Attempt]:
-    """Start the job until all epochs are done, and return how each attempt went."""
+def run_all(args: argparse.Namespace, folder: Path, faults: float) -> list[Attempt]:
+    """Start the job until all epochs are done, and return how each attempt went.
+
+    Every attempt up to the number `faults` gets a fault.
+    """
     folder.mkdir()
     attempts: list[Attempt] = []
     while not attempts or attempts[-1].code:
+        every = args.every if len(attempts) < faults else math.inf
         attempts.append(run_once(args, folder, len(attempts), every))
         print(f"{folder.name} {len(attempts)} | {attempts[-1]}", flush=True)
     return attempts
@@ -116,7 +121,9 @@ def report(args: argparse.Namespace, runs: dict[str, list[Attempt]], steps: int)
             growth = f"{max(growths):.1f} MiB" if growths else ""
             rows.append([run, launcher, f"{measured} of {number}", f"{peak:.0f} MiB", growth])
     command = f".venv/bin/python drill/soak.py --seed {args.seed} --epochs {args.epochs}"
-    command += f" --every {args.every:g}" + (f" -- {shlex.join(args.flags)}" if args.flags else "")
+    command += f" --every {args.every:g}"
+    command += f" --faults {args.faults:g}" if args.faults < math.inf else ""
+    command += f" -- {shlex.join(args.flags)}" if args.flags else ""
     return f"`{command}`\non {machine(['torch'])}\n\n{words}\n\n{grid(rows)}"
 
 
