@@ -43,7 +43,8 @@ def slurm(*command: str) -> None:
 
 def slurm_host() -> int:
     """Return the process id of the local cluster's first host; raise OSError if there is none."""
-    pid = CLUSTER / "node1" / "pid"
-    if not pid.exists() or not psutil.pid_exists(int(pid.read_text())):
+    path = CLUSTER / "node1" / "pid"
+    pid = int(path.read_text()) if path.exists() else -1
+    if not psutil.pid_exists(pid):
         raise OSError("srun needs the cluster that make slurm-up starts")
-    return int(pid.read_text())
+    return pid

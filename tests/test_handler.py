@@ -240,7 +240,8 @@ def test_precision_is_that_of_the_model_alone(precision):
     handler.model.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         handler.train(3)
-    handler.predict(Rotated(5), 2)
+        inside = handler.predict(Points(5), 2)
+    assert torch.equal(inside, handler.predict(Rotated(5), 2))  # also with the latest weights
     assert dtypes == {torch.float32 if precision == "fp32" else torch.bfloat16}
     assert handler.model[0].weight.dtype == torch.float32
     assert handler.train_losses[-1] < handler.train_losses[0]

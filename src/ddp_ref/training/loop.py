@@ -131,7 +131,6 @@ class TrainLoop:
         self._warm_up(window[0][0])
         buffers = copied_buffers(self.model, self._loss_module) if self.skip_nonfinite else []
         optimizer.zero_grad()
-        torch.clear_autocast_cache()  # inside the caller's autocast, it still has the old weights
         for number, ((batch, _), count) in enumerate(zip(window, counts, strict=True), start=1):
             with self._gradient_sync(enabled=number == len(window)):
                 with task.autocast:

@@ -147,6 +147,18 @@ class RunningSums:
                 warnings.warn(f"{what} resume: {lost}", stacklevel=2)
 
 
+class FreshAutocast(torch.autocast):
+    """An autocast that casts the weights anew, also inside an autocast of the caller's.
+
+    torch keeps the cast weights until the outermost autocast ends, even if an optimizer has
+    changed the weights since.
+    """
+
+    def __enter__(self) -> Any:
+        torch.clear_autocast_cache()
+        return torch.autocast.__enter__(self)
+
+
 class LossAndMetrics:
     """How a batch becomes outputs, a loss, metrics and a number of samples.
 
@@ -188,7 +200,7 @@ class LossAndMetrics:
         self._count = count
         self._forward = forward or default_forward
         #: for a forward pass and its loss, but not for the loader, because data sets may compute
-        self.autocast = torch.autocast(device.type, precision, enabled=precision is not None)
+        self.autocast = FreshAutocast(device.type, precision, enabled=precision is not None)
         self.counts_may_differ = count is not None  # in batches of the same size
 
     def forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
