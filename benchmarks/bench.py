@@ -1,6 +1,6 @@
 """Measure what ddp_ref costs, beside raw PyTorch and its peers: make bench
 
-python benchmarks/bench.py                     all of them, on the terminal: an hour
+python benchmarks/bench.py                     all of them, on the terminal: half an hour
 python benchmarks/bench.py waits steps         these
 python benchmarks/bench.py waits --markdown docs/benchmarks.md
 
