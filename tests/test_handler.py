@@ -148,7 +148,8 @@ def test_a_signal_to_one_rank_saves_the_same_step_and_ends_all(tmp_path, name):
     assert codes and set(codes) == {"143"}, ended.stderr
     assert last_steps == {"0": "11", "1": "11"}
     assert [path.name for path in (tmp_path / "saved").glob("*.pt")] == ["step_000000011.pt"]
-    assert "ended by a signal at step 11" in (tmp_path / "saved" / "log.txt").read_text()
+    log = (tmp_path / "saved" / "log.txt").read_text()
+    assert "saved saved/step_000000011.pt" in log and "ended by a signal at step 11" in log
     handler = job(400, 2)
     handler.load(tmp_path / "saved")
     assert (handler.epoch, handler.step, handler.samples_seen) == (0, 11, 44)

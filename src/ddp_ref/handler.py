@@ -252,7 +252,8 @@ class Handler:
             self.loop.train(epochs, max_steps, self._validate_if_set)
         except Signalled:
             if folder := self.save_folder:
-                self.save(folder / checkpoint.NAME.format(self.step))
+                self.save(path := folder / checkpoint.NAME.format(self.step))
+                self.log(f"saved {path}")
             self.log(f"ended by a signal at step {self.step}")
             raise
         except (Exception, KeyboardInterrupt) as error:
