@@ -31,8 +31,8 @@ INTERFACE=                      # such as ib0 or eth0, if NCCL or Gloo choose th
 set -u
 export PYTHONUNBUFFERED=1       # the log shows each line at once
 
-# NCCL sends gradients between GPUs. Gloo sends gradients between CPUs, and also the objects
-# that ddp_ref gathers. Both choose an interface by themselves. If a rank announces the wrong one, the
+# NCCL sends gradients between GPUs. Gloo sends gradients between CPUs, and also the objects that
+# ddp_ref gathers. Both choose an interface by themselves. If a rank announces the wrong one, the
 # others cannot reach it, or they wait until the timeout. NCCL expects the beginnings of names: "="
 # before a name means exactly that name, and "^" excludes it. Gloo expects exact names and rejects
 # "^".

@@ -252,7 +252,8 @@ class Handler:
             self.loop.train(epochs, max_steps, self._validate_if_set)
         except Signalled:
             if folder := self.save_folder:
-                self.save(path := folder / checkpoint.NAME.format(self.step))
+                path = folder / checkpoint.NAME.format(self.step)
+                self.save(path)
                 self.log(f"saved {path}")
             self.log(f"ended by a signal at step {self.step}")
             raise
