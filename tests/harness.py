@@ -24,6 +24,7 @@ FRESH = "DDP_TEST_FRESH"  # if it is set, warm_start.py starts a fresh interpret
 TESTS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
 LAUNCH_VARIABLES = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
 LAUNCH_NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+LAUNCH_NAMES |= {"ARGS", "MAKEFLAGS"}  # of `make test ARGS=...`, for a `make` that a test starts
 
 
 def public_names() -> set[str]:
@@ -195,7 +196,7 @@ def torchrun(nproc: int, *script: str | Path, restarts: int = 0) -> list[str | P
 
 
 def clean_environment() -> dict[str, str]:
-    """Return this environment with one thread per process, and without a launcher's variables."""
+    """Return this environment for one thread per process, without what launchers and make set."""
     kept = {
         name: value
         for name, value in os.environ.items()

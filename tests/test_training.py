@@ -55,13 +55,10 @@ def mlp() -> nn.Module:
 assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("script", "nproc", "steps"), [("single_gpu", 1, 45), ("multigpu_spawn", 2, 23)]
-)
-def test_the_defaults(tmp_path, script, nproc, steps):
-    """In 20 epochs, the accuracy rises to 97 %. Rank 0 saves the weights that have it."""
-    text = train(tmp_path, script, nproc).stdout
-    assert text.startswith(f"processes: {nproc} | device: cpu | steps per epoch: {steps}\n")
+def test_the_defaults(tmp_path):
+    """In 20 epochs, the accuracy rises to 97 %. The saved weights have it."""
+    text = train(tmp_path, "single_gpu", 1).stdout
+    assert text.startswith("processes: 1 | device: cpu | steps per epoch: 45\n")
     epochs = history(text)
     assert [number for number, _, _ in epochs] == [*range(1, 21)]
     assert saved_after(text) == [5, 10, 15, 20]
