@@ -24,7 +24,7 @@ FRESH = "DDP_TEST_FRESH"  # if it is set, warm_start.py starts a fresh interpret
 TESTS = {"PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
 LAUNCH_VARIABLES = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "LOCAL_")
 LAUNCH_NAMES = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
-LAUNCH_NAMES |= {"ARGS", "MAKEFLAGS"}  # of `make test ARGS=...`, for a `make` that a test starts
+LAUNCH_NAMES |= {"ARGS", "MAKEFLAGS", "PYTHON", "TORCH"}  # `make test ARGS=...` sets them
 
 
 def public_names() -> set[str]:

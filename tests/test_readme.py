@@ -44,9 +44,8 @@ TARGET = re.compile(r"^\| `make ([a-z-]+)` \| (.+) \|$", re.MULTILINE)
 
 def what_make_runs(target, folder):
     """Return the commands of a target, as you would type them in the activated environment."""
-    # The versions that `make test PYTHON=... TORCH=...` was called with do not count.
-    versions = ["PYTHON=python3", f"TORCH={'2.8.0' if target == 'test-torch' else ''}"]
-    command = ["make", "-C", ROOT, "--dry-run", "--always-make", "--silent", target, *versions]
+    torch = ["TORCH=2.8.0"] if target == "test-torch" else []
+    command = ["make", "-C", ROOT, "--dry-run", "--always-make", "--silent", target, *torch]
     printed = run(*command, cwd=folder).stdout
     printed = re.sub(r"\.venv[\w.-]*/(bin/)?", "", printed.replace("\\\n", " "))
     return " ".join(printed.replace("--quiet --disable-pip-version-check", "").split())
