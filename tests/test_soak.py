@@ -58,20 +58,8 @@ def test_a_run_with_faults_ends_at_the_same_weights(tmp_path):
     """Of this seed, the first fault is SIGTERM under torchrun, the second one with --nproc."""
     page = tmp_path / "page.md"
     page.write_text("before\n" + "\n".join(soak.MARKS) + "\nafter")
-    flags = [
-        "--epochs",
-        "30",
-        "--every",
-        "3",
-        "--faults",
-        "2",
-        "--seed",
-        "706",
-        "--markdown",
-        page,
-        "--",
-        *SMALL,
-    ]
+    flags = ["--epochs", "30", "--every", "3", "--faults", "2", "--seed", "706", "--markdown"]
+    flags += [page, "--", *SMALL]
     ended = run(sys.executable, ROOT / "drill" / "soak.py", *flags, cwd=tmp_path, timeout=400)
     assert ended.code == 0, ended.stdout + ended.stderr
     first, second, *_, last = [row for row in ended.stdout.splitlines() if row[:6] == "with-f"]
