@@ -192,6 +192,9 @@ def wait_until(condition: Callable[[], object], timeout: float = 60) -> None:
 def torchrun(nproc: int, *script: str | Path, restarts: int = 0) -> list[str | Path]:
     """Return the command that starts `script` in `nproc` processes on a free port."""
     options = ["--standalone", f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
+    # A signal ends torchrun while its heartbeat thread still runs. If that thread, which wakes up
+    # every 5 s, uses the store at that moment, torchrun aborts. So let it sleep for an hour.
+    options.append("--rdzv-conf=keep_alive_interval=3600")
     return [sys.executable, "-m", "torch.distributed.run", *options, *script]
 
 
