@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import stat
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -105,19 +104,3 @@ def no_leaks():
     assert not group_left, "a process group was left open"
     assert not changed, f"environment variables were changed: {changed}"
     assert not left, f"child processes were left: {left}"
-
-
-@pytest.fixture
-def fail_folder_sync(monkeypatch):
-    """Return a function that makes every later fsync of a folder fail with an error code."""
-    sync = os.fsync
-
-    def fail_with(code):
-        def fsync(descriptor):
-            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-                raise OSError(code, os.strerror(code))
-            sync(descriptor)
-
-        monkeypatch.setattr(os, "fsync", fsync)
-
-    return fail_with

@@ -44,14 +44,14 @@ def not_executed(table: Path = NOT_EXECUTED) -> list[tuple[Path, str, str]]:
     return [((table.parent / row["page"]).resolve(), row["begins"], row["test"]) for row in rows]
 
 
-def run_page(path: Path, table: Path = NOT_EXECUTED, limit: float = LIMIT) -> None:
+def run_page(path: Path, table: Path = NOT_EXECUTED) -> None:
     """Run the fences of the page `path` in order. Raise if one does not print what is shown."""
     begins = [start for page, start, _ in not_executed(table) if page == path.resolve()]
     document = Document.parse(str(path), partial(parse, left_out=begins))
     examples = list(document)
     if not examples:
         return
-    with TemporaryDirectory(prefix="page-") as folder, Session(Path(folder), limit) as session:
+    with TemporaryDirectory(prefix="page-") as folder, Session(Path(folder)) as session:
         document.namespace["session"] = session
         for example in examples:
             example.evaluate()
@@ -146,8 +146,8 @@ def tidy(text: str) -> str:
 class Session:
     """A folder that looks like the project's root, and the interpreter of one page."""
 
-    def __init__(self, folder: Path, limit: float) -> None:
-        self.work, self.folder, self.limit = folder, folder / "page", limit
+    def __init__(self, folder: Path) -> None:
+        self.work, self.folder = folder, folder / "page"
         self.folder.mkdir()
         for name in PROJECT:
             (self.folder / name).symlink_to(ROOT / name)
@@ -169,7 +169,7 @@ class Session:
         self.interpreter.process.stdin.close()  # then it exits
         try:
             if kind is None:
-                self.interpreter.wait(self.limit)
+                self.interpreter.wait(LIMIT)
         finally:
             self.interpreter.__exit__(kind)
 
@@ -184,7 +184,7 @@ class Session:
             )
         self.interpreter.process.stdin.write(f"{self.work / name}\n".encode())
         self.interpreter.process.stdin.flush()
-        self.interpreter.wait_for(f" {name}\n", self.limit)
+        self.interpreter.wait_for(f" {name}\n", LIMIT)
         text = self.interpreter.out.read_text()
         printed, _, code = text[self.read :].rpartition("\n@@ ")
         self.read = len(text)
@@ -196,7 +196,7 @@ class Session:
         for command in commands:
             lines += [command, r"printf '\n@@ %d\n' $?"]
         (self.work / "session.sh").write_text("\n".join([*lines, ""]))
-        ended = run("bash", "session.sh", cwd=self.work, env=self.environment, timeout=self.limit)
+        ended = run("bash", "session.sh", cwd=self.work, env=self.environment, timeout=LIMIT)
         *parts, rest = re.split(r"\n@@ (\d+)\n", ended.stdout)
         assert len(parts) == 2 * len(commands), f"the session ended within its commands: {rest}"
         return [(int(code), text) for text, code in zip(parts[::2], parts[1::2], strict=True)]

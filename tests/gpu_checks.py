@@ -13,7 +13,6 @@ from itertools import product
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from handler_checks import assert_same_on_all_ranks, rank, world_size
 from harness import SCRIPTS
 from rank_checks import raised, run_checks
@@ -47,13 +46,6 @@ def in_a_thread(work):
 
 def gpu_of(rank):
     return torch.device("cuda", rank % torch.cuda.device_count())
-
-
-def check_each_rank_uses_the_gpu_of_its_local_rank():
-    info = initialize_ddp()
-    assert info.device == gpu_of(info.local_rank)
-    assert torch.cuda.current_device() == info.device.index
-    assert dist.get_backend_config() == "cpu:gloo,cuda:nccl"
 
 
 def check_reductions():

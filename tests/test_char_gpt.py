@@ -95,10 +95,12 @@ def test_a_finished_run_only_generates_text(spawned, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.first
-@pytest.mark.timeout(900)  # two minutes if nothing else runs
 def test_defaults(tmp_path):
-    """The loss falls, the text has words, and the model finds it likelier than its reverse."""
-    text = train(tmp_path, "--nproc", "2", timeout=840)
+    """The loss falls, the text has words, and the model finds it likelier than its reverse.
+
+    Four of the ten epochs take less than a minute if nothing else runs.
+    """
+    text = train(tmp_path, "--nproc", "2", "--epochs", "4", timeout=500)
     assert losses(text)[-1] < 1.6 and losses(text)[-1] < losses(text)[0] - 0.4
     written = text.split("\n\n", 1)[1]
     assert len({"the", "is", "of", "to", "a", "in", "and"} & set(written.split())) >= 4

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import signal
+import stat
 import sys
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -85,9 +86,16 @@ def test_the_error_says_why_a_file_is_not_a_checkpoint_and_no_code_of_it_is_run(
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO], ids=["EINVAL", "EIO"])
 def test_only_a_file_system_that_cannot_sync_folders_may_leave_that_out(
-    code, tmp_path, fail_folder_sync
+    code, tmp_path, monkeypatch
 ):
-    fail_folder_sync(code)
+    sync = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(OSError) if code == errno.EIO else nullcontext():
         checkpoint.write(tmp_path / "a.pt", {"step": 1})
     assert checkpoint.read(tmp_path / "a.pt")["step"] == 1

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from harness import ROOT, SCRIPTS, Result, Running, run, wait_until
-from judge import Wrong, check_broken, check_equal, check_kept
+from judge import Wrong, check_broken, check_equal
 from plan import Plan, draw
 from report import report
 from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, Job, RoundResult
@@ -21,8 +21,8 @@ NO_SLURM = {"LOCAL_CLUSTER": "nowhere"}
 def test_the_page_begins_with_what_the_table_says():
     page = (ROOT / "docs" / "fault-drill.md").read_text()
     [written] = re.findall(r"^\d+ rounds: .*", page, re.M)
-    outcomes = "rounds", WENT_ON, RESUMED, STARTED_OVER, TOO_LATE
-    counts = [re.search(rf"(\d+) {outcome}", written)[1] for outcome in outcomes]
+    outcomes = "rounds", WENT_ON, RESUMED, STARTED_OVER, TOO_LATE, WRONG
+    counts = [n for outcome in outcomes for n in re.findall(rf"(\d+) {outcome}", written)]
     assert re.findall(r"\d+", page.split("\n\n")[1]) == counts
 
 
@@ -35,14 +35,6 @@ def test_a_seed_draws_the_same_rounds_on_every_machine():
 def plan(fault, place="step", nth=30, **options):
     chosen = {"number": 1, "launcher": "spawn", "restarts": 0, "rank": 0, "to_all": False}
     return Plan(fault=fault, place=place, nth=nth, **chosen | {"delay": 0, "share": 0.5} | options)
-
-
-def test_a_lost_checkpoint_is_found():
-    check_kept(set("123"), set("234"))  # the job keeps the newest three
-    check_kept(set("12"), set("123"))
-    for after, lost in (("12", "3"), ("34", "2"), ("", "1, 2, 3")):
-        with pytest.raises(Wrong, match=f"lost {lost}, left are"):
-            check_kept(set("123"), set(after))
 
 
 RESTARTED = {"launcher": "torchrun", "restarts": 1}
@@ -178,16 +170,6 @@ def load_others(self, path):
 Handler.load = load_others
 """
 SAVES_NO_EPOCH = "from ddp_ref import Checkpoint\nCheckpoint.on_epoch_end = lambda self: None"
-IGNORES_SIGTERM = """
-import signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal = lambda number, handler: None
-"""
-LEAVES_A_PROCESS = """
-import os, subprocess
-if os.path.exists("injected"):
-    subprocess.Popen(["sleep", "600"], start_new_session=True)
-"""
 RAISES = plan("exception", "validation", 3)
 
 
@@ -200,8 +182,6 @@ DEFECTS = {
     ),
     "changes the weights": (RAISES, CHANGES_THE_WEIGHTS, "the weights at the end: not equal"),
     "saves only at the end": (RAISES, SAVES_NO_EPOCH, "lost step_000000023.pt, step_000000046.pt"),
-    "ignores SIGTERM": (plan("terminate", rank=1), IGNORES_SIGTERM, "exit code 0 without a clear"),
-    "leaves a process": (RAISES, LEAVES_A_PROCESS, "processes left behind"),
 }
 
 

@@ -59,14 +59,6 @@ def test_the_logs_of_a_real_gpu(log, code, says, tmp_path):
     assert says in verdict and verdict.startswith("no verdict" if code else "verdict")
 
 
-def test_the_log_on_the_page(tmp_path):
-    """Three ranks, PyTorch 2.13. test_fakegpu.py compares it with what PyTorch logs."""
-    page = (ROOT / "docs" / "nccl-hangs.md").read_text()
-    (tmp_path / "log").write_text(page[page.index("[rank0]:[E") :])
-    (verdict,) = verdicts(run(*FIND_HANG, "log", cwd=tmp_path).stdout)
-    assert "wait for rank 1, which has not called collective 3; its last was 2" in verdict
-
-
 def dump(folder, rank, *calls, completed=0, size=8):
     """Write a dump as NCCL does, after these calls."""
     frame = {"name": "main", "filename": "/home/me/train.py", "line": 7}

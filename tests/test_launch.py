@@ -1,7 +1,6 @@
 """Launch detection, and the first host of Slurm host lists, which scontrol confirms."""
 
 import os
-import shutil
 from itertools import combinations
 
 import pytest
@@ -234,10 +233,8 @@ def test_a_first_host_that_cannot_be_read_is_an_error(text):
     assert f"malformed host list {text!r}: it must read like " in str(error.value)
 
 
+@pytest.mark.slurm
 def test_scontrol_names_the_same_first_hosts(tmp_path):
-    if shutil.which("scontrol") is None:
-        reason = "scontrol is not installed (Debian: slurm-client)"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     config = tmp_path / "slurm.conf"
     config.write_text("ClusterName=test\nSlurmctldHost=localhost\nNodeName=localhost\n")
     for text, host in FIRST_HOSTS:

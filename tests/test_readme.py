@@ -29,16 +29,6 @@ def test_every_notebook_is_named():
     assert notebooks == set(re.findall(r"\]\((notebooks/[^)]+\.ipynb)\)", README))
 
 
-def test_a_clone_is_small(tmp_path):
-    """No file is larger than 1 MiB: a picture or a stored output that large should be built."""
-    listed = run("git", "-C", ROOT, "ls-files", "-z", cwd=tmp_path)
-    if listed.code:
-        pytest.skip(f"not a checkout: {listed.stderr}")
-    sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split("\0")[:-1]}
-    assert {name: size for name, size in sizes.items() if size > 2**20} == {}
-    assert sum(sizes.values()) < 8 * 2**20
-
-
 TARGET = re.compile(r"^\| `make ([a-z-]+)` \| (.+) \|$", re.MULTILINE)
 
 

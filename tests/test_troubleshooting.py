@@ -38,6 +38,7 @@ IN_TORCH = {
     "Too many open files": "utils/data/dataloader.py",
     "received by PID": "distributed/elastic/multiprocessing/errors/__init__.py",
     "ChildFailedError": "distributed/elastic/multiprocessing/errors/__init__.py",
+    "Failed to parse reply file": "distributed/elastic/multiprocessing/errors/__init__.py",
     "SIGABRT": None,  # also the operating system's
     "SIGSEGV": None,
     "Connection closed by peer": "lib/libtorch_cpu.so",

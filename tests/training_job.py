@@ -45,7 +45,6 @@ def job(
     *,
     model=None,
     noise=0.0,
-    workers=0,
     lr=0.1,
     fused=None,
     loader=None,
@@ -61,7 +60,7 @@ def job(
     handler = Handler(model, optimizer, nn.functional.cross_entropy, **options)
     dtype = next(model.parameters()).dtype
     data = Points(size, noise, dtype)
-    handler.set_train_loader(data, batch_size, num_workers=workers, **(loader or {}))
+    handler.set_train_loader(data, batch_size, **(loader or {}))
     return handler
 
 
