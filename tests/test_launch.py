@@ -1,6 +1,7 @@
 """Launch detection, and the first host of Slurm host lists, which scontrol confirms."""
 
 import os
+import shutil
 from itertools import combinations
 
 import pytest
@@ -234,6 +235,7 @@ def test_a_first_host_that_cannot_be_read_is_an_error(text):
 
 
 @pytest.mark.slurm
+@pytest.mark.skipif(not shutil.which("scontrol"), reason="scontrol is not installed")
 def test_scontrol_names_the_same_first_hosts(tmp_path):
     config = tmp_path / "slurm.conf"
     config.write_text("ClusterName=test\nSlurmctldHost=localhost\nNodeName=localhost\n")
