@@ -137,10 +137,11 @@ test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and 
 fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a GPU (0.5 GB, Linux)
 	tests/fakegpu/build.sh $(FAKEGPU) $(BIN)/python
 
-test-fakegpu: fakegpu  ## run the GPU tests on 1, 2 and 4 fake GPUs, and test_initialize.py beside GPUs: 6 minutes
-	@for gpus in 1 2 4; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
+test-fakegpu: fakegpu  ## run the GPU tests on fake GPUs, and a test of the CPU beside them: 6 minutes
+	@for gpus in 1 2; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
 		$(BIN)/python -m pytest -m gpu -n 4 tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
-	$(if $(ARGS),,FAKE_GPUS=2 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest tests/test_initialize.py)
+	FAKE_GPUS=4 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest -m gpu tests/test_fakegpu.py $(ARGS)
+	$(if $(ARGS),,FAKE_GPUS=2 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest tests/test_initialize.py -k reopen)
 
 gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md; installs nothing
 	$(PYTHON) benchmarks/gpu_report.py $(ARGS)

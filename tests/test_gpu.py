@@ -21,8 +21,6 @@ if GPUS == 0:
     pytest.skip(why, allow_module_level=True)
 
 pytestmark = pytest.mark.gpu
-four_fakes = os.environ.get("FAKE_GPUS") == "4"
-slow = pytest.mark.skipif(four_fakes, reason="slow: runs with one and two fake GPUs only")
 two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, there are {GPUS}")
 
 
@@ -67,7 +65,6 @@ def test_a_snapshot_from_gpus_resumes_on_the_cpu(tmp_path):
     assert "device: cpu |" in text and "epoch 3 |" in text and "epoch 2 |" not in text
 
 
-@slow
 @pytest.mark.parametrize("script", WITH_RANKS)
 def test_more_processes_than_gpus(tmp_path, script):
     """They train on the CPU and say so, or share the GPUs if you ask for that: the same numbers."""
@@ -96,7 +93,6 @@ def test_train_reference(tmp_path):
     assert (settings["device"], settings["world_size"]) == ("cuda:0", GPUS)
 
 
-@slow
 def test_char_gpt(tmp_path):
     small = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "512"]
     small += ["--epochs", "1", "--length", "40"]

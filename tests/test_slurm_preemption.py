@@ -88,13 +88,12 @@ def test_the_time_limit(cluster, tmp_path):
         job.wait_for("INFO ddp_ref.handler: epoch", times=before + 2)  # training continues
 
 
-@pytest.mark.parametrize("how", ["srun", "srun torchrun"])
-def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, how, tmp_path):
+def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, tmp_path):
     """`scontrol requeue` sends SIGTERM, which makes the ranks save. A killed rank ends the job.
 
     The job does not requeue itself after a failure, because it might fail again and again.
     """
-    template, ranks = TEMPLATES[how]
+    template, ranks = TEMPLATES["srun torchrun"]
     folder = project_folder(tmp_path / "project")
     with Job(cluster, with_settings(folder, template), cwd=folder) as job:
         job.wait_for("epoch 3 |")
