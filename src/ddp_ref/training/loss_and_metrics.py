@@ -148,7 +148,7 @@ class RunningSums:
 
 
 class FreshAutocast(torch.autocast):
-    """An autocast that casts the weights anew, also inside the caller's own autocast.
+    """An autocast that casts the weights again, also inside the caller's own autocast.
 
     torch keeps the cast weights until the outermost autocast ends, even if an optimizer has
     changed the weights since.
