@@ -141,7 +141,7 @@ test-fakegpu: fakegpu  ## run the GPU tests on fake GPUs, and a test of the CPU 
 	@for gpus in 1 2; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
 		$(BIN)/python -m pytest -m gpu -n 4 tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
 	FAKE_GPUS=4 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest -m gpu tests/test_fakegpu.py $(ARGS)
-	$(if $(ARGS),,FAKE_GPUS=2 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest tests/test_initialize.py -k reopen)
+	$(if $(ARGS),,FAKE_GPUS=4 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest tests/test_initialize.py -k reopen)
 
 gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md; installs nothing
 	$(PYTHON) benchmarks/gpu_report.py $(ARGS)
