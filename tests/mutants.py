@@ -1,4 +1,4 @@
-"""Check the tests: put one small fault at a time into the package, and see whether a test fails.
+"""Check the tests: put one small fault at a time into the code, and see whether a test fails.
 
 `make test-mutants` runs this script, which works in copies of the tree, in build. A fault that
 survives shows a promise that no test checks. When code or tests have moved, update the table.
@@ -74,7 +74,7 @@ exit-not-shared
     + except Exception as error:
 loopback-on-one-node
     The doctor calls a loopback master a problem on a single node too.
-    extras/doctor.py | tests/test_doctor.py -k loopback
+    ../../scripts/doctor.py | tests/test_doctor.py -k loopback
     - if launch.nnodes > 1 and ipaddress.ip_address(address).is_loopback:
     + if ipaddress.ip_address(address).is_loopback:
 master-of-the-job

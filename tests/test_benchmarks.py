@@ -15,7 +15,7 @@ import pytest
 import steps
 import torch
 from finale import CHAR_GPT
-from harness import ROOT, run
+from harness import ROOT, SCRIPTS, run
 from page import around_marks
 from side_by_side import AGAIN, compare, noise, side_by_side
 from steps import AT_ONCE, OURS, OWN_LOOPS, RAW, added_time, make_data, make_model, overhead
@@ -23,7 +23,9 @@ from tables import Table, markdown, marks, number
 from turns import in_launches, steps_of, take_turns
 
 from ddp_ref import initialize_ddp, run_ranks
-from ddp_ref.extras import doctor
+
+sys.path.append(str(SCRIPTS))
+import doctor
 
 BENCH = ROOT / "benchmarks" / "bench.py"
 PAGE = """before

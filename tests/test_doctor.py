@@ -1,4 +1,4 @@
-"""`python -m ddp_ref doctor` says what is wrong and what to do, and then exits with 1."""
+"""scripts/doctor.py says what is wrong and what to do, and then exits with 1."""
 
 import json
 import socket
@@ -7,13 +7,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from harness import Running, run, torchrun
+from harness import SCRIPTS, Running, run, torchrun
 from torch.torch_version import TorchVersion
 
-from ddp_ref.extras import doctor
 from ddp_ref.launch import LaunchInfo
 
-COMMAND = (sys.executable, "-m", "ddp_ref", "doctor")
+sys.path.append(str(SCRIPTS))
+import doctor
+
+COMMAND = (sys.executable, SCRIPTS / "doctor.py")
 CHECKS = ["platform", "launch", "backends", "devices", "shm", "addresses", "gloo", "nccl"]
 ALONE = LaunchInfo(launcher="none", reason="a test")
 TWO_NODES = replace(ALONE, world_size=2, nnodes=2, master_addr="10.0.0.1", master_port=29999)
@@ -60,7 +62,7 @@ def test_a_problem_leads_to_exit_code_1(tmp_path):
 
 
 def test_under_torchrun_each_rank_reports(tmp_path):
-    result = run(*torchrun(2, "-m", "ddp_ref", "doctor"), cwd=tmp_path)
+    result = run(*torchrun(2, SCRIPTS / "doctor.py"), cwd=tmp_path)
     assert result.code == 0, result.stderr
     for rank in range(2):
         assert (
@@ -70,7 +72,7 @@ def test_under_torchrun_each_rank_reports(tmp_path):
 
 
 def test_a_reader_that_closes_the_pipe_causes_no_error(tmp_path):
-    command = f"{sys.executable} -m ddp_ref doctor | head -1"
+    command = f"{sys.executable} {SCRIPTS / 'doctor.py'} | head -1"
     result = run("bash", "-c", command, cwd=tmp_path)
     assert result.stdout.startswith("ok       platform") and "Error" not in result.stderr
 
@@ -127,10 +129,10 @@ def test_which_nccl_group_torch_uses(monkeypatch, version, variable, group):
 @pytest.mark.parametrize(
     ("gpus", "ranks", "launcher", "level"),
     [
-        (1, 2, "torchrun", "warning"),
+        (1, 2, "torchrun", "problem"),
         (2, 2, "torchrun", "ok"),
         (1, 4, "slurm", "ok"),  # --gpus-per-task=1: each task sees only its own GPU
-        (2, 4, "slurm", "warning"),
+        (2, 4, "slurm", "problem"),
     ],
 )
 def test_devices_against_local_ranks(monkeypatch, gpus, ranks, launcher, level):
@@ -142,8 +144,8 @@ def test_devices_against_local_ranks(monkeypatch, gpus, ranks, launcher, level):
     assert shown.level == level
     assert f"{gpus} visible GPU" in shown.text and f"{ranks} local ranks" in shown.text
     assert ("(H100)" in shown.text) == (gpus > 0)
-    if level == "warning":  # the ranks could share the GPUs
-        assert "DDP_SHARE_GPUS=1 or initialize_ddp(share_gpus=True)" in shown.advice
+    if level == "problem":  # the ranks could share the GPUs
+        assert 'backend="gloo"' in shown.advice and "share_gpus=True" in shown.advice
         monkeypatch.setenv("DDP_SHARE_GPUS", "1")
         shared = result(doctor._devices, launch)
         assert shared.level == "ok" and "ranks share a GPU" in shared.text

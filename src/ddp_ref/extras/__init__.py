@@ -1,1 +1,1 @@
-"""Parts that not every project needs: YAML configurations, doctor, figures, a progress bar."""
+"""Parts that not every project needs: YAML configurations, figures, a progress bar."""
