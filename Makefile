@@ -45,8 +45,8 @@ help:  ## print this list
 setup: $(READY)  ## make .venv with the versions of constraints.txt (once, and on change)
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
-		f"error: Python 3.10 or later is needed, $(PYTHON) is {sys.version.split()[0]}: make setup PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		f"error: Python 3.11 or later is needed, $(PYTHON) is {sys.version.split()[0]}: make setup PYTHON=python3.12")'
 	@echo "one-time setup: installing PyTorch and the tools into $(VENV), a few minutes"
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(CONSTRAINTS)
@@ -100,8 +100,6 @@ test-clients: $(CLIENTS)/.ready  ## run ports of PyTorch Geometric, Hugging Face
 
 # It sees the packages of $(VENV), so that torch is not installed twice. Its own come first.
 $(CLIENTS)/.ready: $(READY) tests/clients/requirements.txt
-	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-		"error: the versions in tests/clients/requirements.txt need Python 3.11 or later")'
 	$(BIN)/python -m venv --clear $(CLIENTS)
 	@where='import sysconfig; print(sysconfig.get_path("purelib"))' && \
 		printf "import site; site.addsitedir('%s')\n" "$$($(BIN)/python -c "$$where")" \

@@ -173,7 +173,7 @@ def _fork(template: Template, given: dict[str, Any]) -> int | None:
     command = given["args"]
     unusual = (given["shell"], given["preexec_fn"], not given["close_fds"], given["umask"] + 1)
     other_user = any(given[name] is not None for name in ("uid", "gid", "gids"))
-    other_group = given.get("process_group", -1) not in (-1, None)  # not in Python 3.10
+    other_group = given["process_group"] != -1
     if any(unusual) or other_user or other_group or isinstance(command, str | bytes | os.PathLike):
         return None
     executable, *arguments = map(os.fsdecode, command)
