@@ -1,4 +1,4 @@
-"""Tests that need the fake GPU: how often training waits, MIG slices, and the GPU report."""
+"""Tests that need the fake GPU: how often training waits, the watchdog, and the GPU report."""
 
 import os
 import re
@@ -137,15 +137,6 @@ def test_each_task_of_srun_has_its_own_gpu(tmp_path):
     assert [result.code for result in results] == [0] * 4, results
     for rank, result in enumerate(results):
         assert re.search(rf"rank {rank} on \S+, 2 GPUs\n", result.stdout)
-
-
-def test_mig_slices_of_one_card_run_on_the_cpu(capfd, monkeypatch):
-    """They have different UUIDs but share a PCI address, so NCCL refuses to connect them."""
-    monkeypatch.setenv("FAKE_MIG", "1")
-    monkeypatch.setenv("FAKE_GPUS", "2")
-    assert run_ranks(lambda: initialize_ddp().device.type, timeout=LIMIT) == ["cpu", "cpu"]
-    warning = "1 GPU for 2 ranks (2 MIG slices of the same cards, which NCCL cannot use together)"
-    assert capfd.readouterr().out.count(warning) == 1
 
 
 PAGE = "# A page\n<!-- begin of the report -->\nold\n<!-- end of the report -->\nThe rest.\n"

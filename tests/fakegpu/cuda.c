@@ -149,7 +149,7 @@ EXPORT cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device)
     p->regsPerMultiprocessor = 65536;
     p->textureAlignment = 512;
     p->unifiedAddressing = 1;
-    p->pciBusID = getenv("FAKE_MIG") ? 1 : physical + 1;
+    p->pciBusID = physical + 1;
     p->pciDeviceID = 0;
     p->uuid.bytes[0] = 1;
     p->uuid.bytes[15] = physical + 1;

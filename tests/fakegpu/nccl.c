@@ -69,7 +69,7 @@ typedef enum {
 
 struct place {
     char host[256]; /* of NCCL_HOSTID */
-    int card;       /* the PCI bus, which MIG slices of one card share */
+    int card;       /* the PCI bus */
 };
 
 struct head {
