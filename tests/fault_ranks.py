@@ -20,13 +20,16 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WORKER = 1
 
 
-def report(call: Callable[[], object]) -> None:
-    """Print the result of the call, or its exception with the notes."""
+def report(call: Callable[[], object]) -> BaseException | None:
+    """Print the result of the call, or its exception with the notes, which is returned."""
+    caught = None
     try:
         seen = repr(call())
     except BaseException as error:  # noqa: BLE001 - reported
+        caught = error
         seen = f"{type(error).__name__} {[str(error), *getattr(error, '__notes__', [])]}"
     print(f"report: {seen}", flush=True)
+    return caught
 
 
 def interrupted(worker: str) -> None:
@@ -45,21 +48,20 @@ def slow() -> None:
     print(f"report: usable by {total.item():.0f}", flush=True)
 
 
-def stopped() -> None:
-    """The executing rank stops in a call with `max_wait`, in one without, and before an all-reduce.
+def dies(killed: str, worker: str) -> None:
+    """A rank gets SIGKILL, while it works or on its way to the call. The others keep the error."""
 
-    The other ranks give up the first call, wait for the second, and fail in the all-reduce.
-    """
-    limit = timedelta(seconds=30 if RANK == WORKER else 1)
-    report(on_rank(WORKER, broadcast=True, max_wait=limit)(lambda: stop() or "first"))
-    report(on_rank(WORKER, broadcast=True)(lambda: stop() or "second"))
-    if RANK == WORKER:
-        stop()
-    report(lambda: dist.all_reduce(torch.ones(1)))
+    def die() -> None:
+        if int(killed) == RANK:
+            time.sleep(1)  # the others wait already
+            print("dies now", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    if killed != worker:
+        die()
+    kept = report(on_rank(int(worker))(die))
+    time.sleep(60)
+    del kept
 
 
 def meet() -> None:

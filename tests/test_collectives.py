@@ -35,7 +35,10 @@ def test_a_world_of_one(alone):
         assert results["c"].data_ptr() != own.data_ptr()
         assert function({}) == {}
     assert reduce_mean({"a": 3.0}, 7) == {"a": 3.0}
-    assert math.isnan(reduce_mean({"a": 3.0}, 0)["a"])
+    with pytest.raises(ValueError, match="there is no mean: the count is 0 on every rank"):
+        reduce_mean({"a": 3.0}, 0)
+    with pytest.raises(TypeError, match=r"^pass values by name, such as .*, not \[1, 2\]$"):
+        reduce_sum([1, 2])
     own = torch.ones(2, requires_grad=True)
     (part,) = gather_tensors(own)
     assert part.tolist() == [1, 1] and not part.requires_grad

@@ -1,4 +1,4 @@
-"""on_rank with faults: a rank stops, is slow or is interrupted, while it works or waits."""
+"""on_rank with faults: a rank dies, is slow or is interrupted, while it works or waits."""
 
 import re
 import signal
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from harness import Running, free_port, wait_until
 
@@ -17,12 +16,12 @@ WORLD = 3
 
 
 @contextmanager
-def ranks(folder: Path, *arguments: object) -> Iterator[list[Running]]:
+def ranks(folder: Path, *arguments: object, world: int = WORLD) -> Iterator[list[Running]]:
     """Start the ranks without a launcher: torchrun would end all of them as soon as one ends."""
-    common = {"WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    common = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ExitStack() as stack:
         started = []
-        for rank in range(WORLD):
+        for rank in range(world):
             env = {k: str(v) for k, v in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             command = [sys.executable, SCRIPT, *map(str, arguments)]
             started.append(stack.enter_context(Running(*command, cwd=folder, env=env)))
@@ -54,23 +53,16 @@ def test_work_may_be_longer_than_the_timeout(tmp_path):
         assert [reports(rank) for rank in started] == [["'done'", f"usable by {WORLD}"]] * WORLD
 
 
-def test_a_stopped_rank_is_waited_for_unless_max_wait_is_set(tmp_path):
-    """A stopped rank 0 would stop the store, too."""
-    with ranks(tmp_path, "stopped") as started:
-        one, worker, two = started
-        process = psutil.Process(worker.process.pid)
-        for number in range(3):
-            wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
-            if number == 1:
-                time.sleep(8)  # longer than the timeout, but the others wait
-                assert len(reports(one)) == len(reports(two)) == 1
-            else:
-                wait_until(lambda n=number: min(len(reports(one)), len(reports(two))) > n)
-            process.send_signal(signal.SIGCONT)
-        assert [rank.wait().code for rank in started] == [0] * WORLD
-        for rank in (one, two):
-            first, second, collective = reports(rank)
-            assert first.startswith("TimeoutError ") and ": rank 1 not ready" in first
-            assert second == "'second'"
-            assert collective != "None"  # the all-reduce failed, after the group's timeout
-        assert reports(worker)[:2] == ["'first'", "'second'"]
+@pytest.mark.parametrize("killed", [0, 3], ids=["the rank with the store", "another rank"])
+@pytest.mark.parametrize("works", [True, False], ids=["at work", "on its way"])
+def test_a_dead_rank_is_noticed_by_all_others_within_5_s(killed, works, tmp_path):
+    """Nobody ends the others, and they catch the exception and keep it. Eight ranks."""
+    with ranks(tmp_path, "dies", killed, killed if works else 1, world=8) as started:
+        started[killed].wait_for("dies now")
+        died = time.monotonic()
+        others = [rank for number, rank in enumerate(started) if number != killed]
+        wait_until(lambda: all(reports(rank) for rank in others), 30)
+        assert time.monotonic() - died < 5
+        for rank in others:
+            (report,) = reports(rank)
+            assert report.startswith("RuntimeError") and "another rank has died or left" in report

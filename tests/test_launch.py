@@ -1,24 +1,25 @@
 """Launch detection, and the first host of Slurm host lists, which scontrol confirms."""
 
+import math
 import os
 import shutil
-from itertools import combinations
 
 import pytest
 from harness import run
 
 from ddp_ref.launch import (
     MASTER_NAMES,
-    RANK_NAMES,
+    NODES,
     LaunchInfo,
     available_cores,
     cores_per_rank,
     detect_launch,
     first_host,
+    without_launch,
 )
 
-TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-TORCHRUN |= {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node7", "MASTER_PORT": "29400"}
+MASTER = {"MASTER_ADDR": "node7", "MASTER_PORT": "29400"}
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "7f"} | MASTER
 # Copied from a task that Slurm 22.05 started with `srun --nodes=2 --ntasks=3` inside an sbatch.
 STEP = {
     "SLURM_JOB_ID": "5",
@@ -39,7 +40,6 @@ BATCH = {name: value for name, value in STEP.items() if "_STEP_" not in name}
 BATCH |= {"SLURM_NODEID": "0", "SLURM_PROCID": "0"}
 INTERACTIVE = BATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NODELIST": "n1"}
 INTERACTIVE |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
-MASTER = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 NEEDED = "SLURM_PROCID, SLURM_LOCALID, SLURM_STEP_NODELIST, SLURM_JOB_ID, SLURM_STEP_ID"
 
 
@@ -49,62 +49,110 @@ def test_torchrun_variables():
         rank=5,
         local_rank=1,
         world_size=8,
-        local_world_size=4,
-        nnodes=2,
         master_addr="node7",
         master_port=29400,
-        reason="RANK, LOCAL_RANK and WORLD_SIZE are set",
+        job="7f",
+        reason="RANK and WORLD_SIZE are set",
     )
 
 
 def test_slurm_step():
     info = detect_launch(STEP)
     assert (info.launcher, info.rank, info.local_rank, info.world_size) == ("slurm", 2, 0, 3)
-    assert (info.local_world_size, info.nnodes) == (1, 2)
     assert info.master_addr == "n3"  # of the step's nodes, not the job's
     assert 1023 < info.master_port < 32768  # Linux assigns ports from there on by itself
-    assert detect_launch(STEP | {"LOCAL_WORLD_SIZE": "3"}) == info  # the step's own value counts
+
+
+def test_a_job_has_a_name_that_tells_its_ranks_from_those_of_another_job():
+    names = [detect_launch(env).job for env in (STEP, STEP | {"SLURM_STEP_ID": "2"}, TORCHRUN)]
+    assert len({*names, ""}) == 4
+    assert detect_launch(STEP | TORCHRUN).job == "7f"
+    for env in (STEP, TORCHRUN, MASTER | {"RANK": "0", "WORLD_SIZE": "2"}):
+        assert detect_launch(env | {"DDP_JOB_NAME": "mine"}).job == "mine"
+    assert detect_launch({}, rank=0, world_size=2, master_addr="a", master_port=1).job == ""
 
 
 @pytest.mark.parametrize("environ", [{}, BATCH, INTERACTIVE, {"MASTER_PORT": "1"} | BATCH])
 def test_one_process(environ):
     info = detect_launch(environ)
-    assert (info.launcher, info.rank, info.world_size, info.nnodes) == ("none", 0, 1, 1)
+    assert (info.launcher, info.rank, info.local_rank, info.world_size) == ("none", 0, 0, 1)
     assert info.master_addr is info.master_port is None
     assert ("Slurm" in info.reason) == ("SLURM_JOB_ID" in environ)
 
 
+SSH = {"NODE_RANK": "1", "NNODES": "2"} | MASTER
+KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0"}
+SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+POD = {"RANK": "1", "WORLD_SIZE": "2"} | MASTER
+PER_NODE = "--nnodes=NODES --rdzv-backend=c10d --rdzv-endpoint=HOST"
+
+
 @pytest.mark.parametrize(
-    ("environ", "name"),
+    ("environ", "sign", "options"),
     [
-        ({"PMI_SIZE": "2", "PMI_RANK": "1"} | MASTER, "PMI_SIZE=2"),
-        ({"MV2_COMM_WORLD_SIZE": "2"} | BATCH, "MV2_COMM_WORLD_SIZE=2"),
-        (STEP | {"OMPI_COMM_WORLD_SIZE": "6"}, "OMPI_COMM_WORLD_SIZE=6"),  # its daemons are tasks
-        (BATCH | MASTER | {"SLURM_PROCID": "2", "PMI_SIZE": "4"}, "PMI_SIZE=4, SLURM_PROCID=2"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"} | MASTER, "PMI_SIZE=2", PER_NODE),
+        ({"MV2_COMM_WORLD_SIZE": "2"} | BATCH, "MV2_COMM_WORLD_SIZE=2", PER_NODE),
+        # The daemons of mpirun are the tasks of the step.
+        (STEP | {"OMPI_COMM_WORLD_SIZE": "6"}, "OMPI_COMM_WORLD_SIZE=6", PER_NODE),
+        (BATCH | {"SLURM_PROCID": "2", "PMI_SIZE": "4"}, "PMI_SIZE=4, SLURM_PROCID=2", PER_NODE),
+        ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1"}, "FLUX_JOB_SIZE=2", PER_NODE),
+        ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "1"}, "JSM_NAMESPACE_SIZE=2", PER_NODE),
+        ({"PALS_RANKID": "0", "PALS_NODEID": "0"}, "PALS_RANKID=0", PER_NODE),
+        ({"PMIX_RANK": "0"}, "PMIX_RANK=0", PER_NODE),
+        (KUBEFLOW, "PET_NNODES=2", "--nnodes=2 --node-rank=$PET_NODE_RANK --master-addr=$PET_MAS"),
+        ({"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8", PER_NODE),
+        (SAGEMAKER, "SM_HOSTS=.*", "--nnodes=2 --node-rank=$((${SM_CURRENT_HOST#algo-} - 1)) "),
+        (SSH, "NNODES=2", "--nnodes=2 --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR"),
+        (POD | {"NPROC_PER_NODE": "8"}, "NPROC_PER_NODE=8", "--nnodes=2 --node-rank=$RANK "),
+        ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES=2", "--node-rank=$SKYPILOT_NODE_RANK "),
+        ({"DSTACK_NODES_NUM": "2"}, "DSTACK_NODES_NUM=2", "--master-addr=$DSTACK_MASTER_NODE_IP"),
+        ({"LWS_GROUP_SIZE": "2"}, "LWS_GROUP_SIZE=2", "--master-addr=$LWS_LEADER_ADDRESS"),
     ],
 )
-def test_one_of_several_processes_does_not_run_alone(environ, name):
-    with pytest.raises(ValueError, match=f"^{name}: one of several processes[^\n]*$"):
+def test_one_of_several_processes_does_not_run_alone(environ, sign, options):
+    """The error names the platform's torchrun line and the way to run alone."""
+    with pytest.raises(ValueError, match=f"^{sign}: one of several processes[^\n]*$") as caught:
         detect_launch(environ)
-    assert detect_launch(environ, rank=0, world_size=2, master_addr="n1", master_port=1).rank == 0
-    assert detect_launch(environ | TORCHRUN).launcher == "torchrun"
+    command = str(caught.value).split("`")[1]
+    assert command.startswith("torchrun --nproc-per-node=gpu ") and options in command
+    assert str(caught.value).endswith("pass use_distributed=False to run alone")
+    passed = {"rank": 0, "world_size": 2, "master_addr": "n1", "master_port": 1}
+    assert detect_launch(environ, **passed).rank == 0
+    assert detect_launch(environ | TORCHRUN).launcher == "torchrun"  # as that command starts it
+    left = without_launch(environ | TORCHRUN)
+    assert not {"SM_HOSTS", "SM_CURRENT_HOST", "NODE_RANK", *left} - {*environ, *SAGEMAKER, *SSH}
+    assert detect_launch(left).launcher == "none"
+
+
+@pytest.mark.parametrize("environ", [dict.fromkeys(NODES, "1"), {"SM_HOSTS": '["algo-1"]'}])
+def test_one_node_of_a_platform_is_one_process(environ):
+    assert detect_launch(environ).launcher == "none"
+    assert detect_launch(environ | {"PMIX_RANK": "0", "PMI_SIZE": "1"}).launcher == "none"
+    assert detect_launch(BATCH | {"NNODES": "2"}).launcher == "none"  # the body of an sbatch script
+    assert detect_launch(STEP | {"NNODES": "2"}).launcher == "slurm"
+
+
+def test_one_process_per_pod_needs_no_local_rank():
+    """Kubeflow's PyTorchJob and Vertex AI. initialize_ddp counts the ranks of each host."""
+    info = detect_launch(POD)
+    assert (info.launcher, info.rank, info.local_rank, info.world_size) == ("torchrun", 1, None, 2)
 
 
 def test_precedence_of_the_launchers():
     assert detect_launch({"OMPI_COMM_WORLD_SIZE": "1"}).launcher == "none"
     assert detect_launch(STEP | {"PMI_SIZE": "3", "PMI_RANK": "2"}).launcher == "slurm"
+    assert detect_launch(STEP | {"PMIX_RANK": "2"}).launcher == "slurm"
     assert detect_launch(STEP | TORCHRUN).launcher == "torchrun"  # srun torchrun
     chosen = detect_launch(STEP | TORCHRUN, rank=3, world_size=7)
     assert (chosen.launcher, chosen.rank, chosen.world_size) == ("arguments", 3, 7)
-    assert (chosen.local_rank, chosen.local_world_size) == (3, 7)  # TORCHRUN's are of 8 ranks
+    assert chosen.local_rank is None  # TORCHRUN's is of 8 ranks
 
 
 def test_arguments():
     info = detect_launch({}, rank=1, world_size=2, master_addr="localhost", master_port="29500")
-    assert (info.local_rank, info.local_world_size, info.nnodes) == (1, 2, 1)
-    assert (info.master_addr, info.master_port) == ("localhost", 29500)
+    assert (info.local_rank, info.master_addr, info.master_port) == (None, "localhost", 29500)
     info = detect_launch(TORCHRUN, rank=6, world_size=8, master_port=1234)
-    assert (info.rank, info.local_rank, info.local_world_size, info.nnodes) == (6, 1, 4, 2)
+    assert (info.rank, info.local_rank) == (6, 1)
     assert (info.master_addr, info.master_port) == ("node7", 1234)  # one from each source
     assert detect_launch({}, rank=0, world_size=1).master_addr is None  # one rank needs no master
     assert detect_launch(STEP, master_addr="n9", master_port=7).master_addr == "n9"
@@ -113,36 +161,23 @@ def test_arguments():
 def test_arguments_that_repeat_the_step():
     """After `rank=int(os.environ["SLURM_PROCID"])`, the step's variables supply the rest."""
     info = detect_launch(STEP, rank=2, world_size=3)
-    step = detect_launch(STEP)
-    assert (info.launcher, info.local_rank, info.local_world_size) == ("arguments", 0, 1)
-    assert (info.nnodes, info.master_addr) == (2, "n3") and info.master_port == step.master_port
+    assert (info.launcher, info.local_rank, info.master_addr) == ("arguments", 0, "n3")
+    assert info.master_port == detect_launch(STEP).master_port
     info = detect_launch(STEP, rank=1, world_size=3, master_addr="n9", master_port=7)
-    assert (info.local_rank, info.nnodes) == (1, 1)  # not this task's rank: the step is ignored
-    info = detect_launch(STEP | TORCHRUN, rank=2, world_size=3)
-    assert (info.local_rank, info.local_world_size) == (0, 1)  # TORCHRUN's are of 8 ranks
+    assert info.local_rank is None  # not this task's rank: the step is ignored
+    assert detect_launch(STEP | TORCHRUN, rank=2, world_size=3).local_rank == 0
 
 
 def test_empty_variable_is_not_set():
     assert detect_launch({"RANK": "", "MASTER_ADDR": "", "SLURM_STEP_NUM_TASKS": ""}).rank == 0
 
 
-def test_local_world_size_and_nodes_without_their_variables():
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    by_hand = {name: TORCHRUN[name] for name in names}
-    assert detect_launch(by_hand).local_world_size == 8
-    assert detect_launch(by_hand | {"LOCAL_WORLD_SIZE": "3"}).nnodes == 3
-    step = {name: STEP[name] for name in STEP if not name.endswith(("_PER_NODE", "_NODEID"))}
-    assert detect_launch(step).local_world_size == 3
-    assert detect_launch(step | {"SLURM_TASKS_PER_NODE": "2,1"}).local_world_size == 2
-
-
-@pytest.mark.parametrize("names", [RANK_NAMES, MASTER_NAMES])
+@pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), MASTER_NAMES])
 def test_an_incomplete_set_of_variables_is_an_error(names):
-    """Every incomplete set is an error that names exactly the missing variables."""
-    base = {} if names == RANK_NAMES else {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    for missing in [some for n in range(1, len(names)) for some in combinations(names, n)]:
-        with pytest.raises(ValueError, match=f"^{', '.join(missing)} not set: "):
-            detect_launch(base | {name: TORCHRUN[name] for name in {*names} - {*missing}})
+    base = {"LOCAL_RANK": "0"} if "RANK" in names else {"RANK": "0", "WORLD_SIZE": "1"}
+    for missing in names:
+        with pytest.raises(ValueError, match=f"^{missing} not set: "):
+            detect_launch(base | {name: TORCHRUN[name] for name in {*names} - {missing}})
 
 
 @pytest.mark.parametrize(
@@ -156,14 +191,11 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
         (BATCH | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, {}, f"^{NEEDED} not set"),
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, {}, "WORLD_SIZE must be an integer, not '2.0'"),
-        (TORCHRUN | {"RANK": "8"}, {}, r"^rank and world_size clash .*rank=8, .*world_size=8, "),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, {}, "^local_rank and local_world_size clash"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, {}, "^local_rank and local_world_size clash"),
+        (TORCHRUN | {"RANK": "8"}, {}, r"^rank=8, local_rank=1 and world_size=8 clash "),
+        (TORCHRUN | {"LOCAL_RANK": "8"}, {}, r"^rank=5, local_rank=8 and world_size=8 clash "),
+        ({}, {"rank": "one", "world_size": 2}, "^rank must be an integer, not 'one'"),
         (TORCHRUN, {"master_port": 0}, "MASTER_PORT must be from 1 to 65535, not 0"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, {}, "from 1 to 65535, not 65536"),
-        (STEP | {"SLURM_NODEID": "2"}, {}, "SLURM_NODEID=2 .*'2,1'"),
-        (STEP | {"SLURM_NODEID": "-1"}, {}, "SLURM_NODEID=-1"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,1(x"}, {}, r"SLURM_NODEID=1 .*'2,1\(x'"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1"}, {}, r"malformed host list 'n\[1': "),
         (STEP | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
     ],
@@ -171,13 +203,6 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
 def test_invalid_launches_are_refused(environ, arguments, message):
     with pytest.raises(ValueError, match=message):
         detect_launch(environ, **arguments)
-
-
-def test_tasks_per_node():
-    for node, local in enumerate([1, 2, 2, 1, 1]):
-        changed = {"SLURM_STEP_TASKS_PER_NODE": "1,2(x2),1(x2)", "SLURM_NODEID": str(node)}
-        info = detect_launch(STEP | changed | {"SLURM_STEP_NUM_TASKS": "7"})
-        assert (info.local_world_size, info.nnodes) == (local, 5)
 
 
 def test_ports_of_steps():
@@ -200,17 +225,36 @@ def test_cores_per_rank(monkeypatch):
     Under Slurm it is the number of cores that the task asked for, if that is set.
     """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 7, 8, 9, 11}, raising=False)
-    cores = available_cores()
-    assert cores == 5
+    monkeypatch.setattr("ddp_ref.launch._cgroup_quota", lambda: math.inf)
+    assert available_cores() == 5
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
-    assert cores_per_rank(detect_launch({})) == cores
-    assert cores_per_rank(detect_launch(TORCHRUN)) == max(1, cores // 4)
-    step = detect_launch(STEP | {"SLURM_NODEID": "0"})  # two tasks on this node
-    assert cores_per_rank(step) == max(1, cores // 2)
-    for asked, share in (("1", 1), ("9999", cores)):
+    for launch in map(detect_launch, ({}, TORCHRUN, STEP)):
+        assert [cores_per_rank(launch, ranks) for ranks in (1, 2, 4, 8)] == [5, 2, 1, 1]
+    for asked, share in (("1", 1), ("9999", 5)):
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", asked)
-        assert cores_per_rank(step) == share
-        assert cores_per_rank(detect_launch({})) == cores  # it is for the tasks of a step
+        assert cores_per_rank(detect_launch(STEP), 2) == share
+        assert cores_per_rank(detect_launch({}), 1) == 5  # it is for the tasks of a step
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 5),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 5),
+        ({}, 5),
+    ],
+)
+def test_a_containers_quota_limits_the_cores(files, cores, tmp_path, monkeypatch):
+    """Of control groups of version 2 and of version 1."""
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(5), raising=False)
+    monkeypatch.setattr("ddp_ref.launch.CGROUP", tmp_path)
+    assert available_cores() == cores
 
 
 FIRST_HOSTS = [

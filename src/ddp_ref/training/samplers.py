@@ -1,13 +1,15 @@
 """Which samples each rank sees, in which order, and with which random numbers."""
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler, Subset, TensorDataset, default_collate
 
-from ..randomness import preserved_rng_state, seed_host
+from ..randomness import generator_state, seed_from, set_generator_state
 
 
 class TrainSampler(Sampler[int]):
@@ -80,15 +82,25 @@ class SeededDataset(Dataset[Any]):
         if self.collate_fn is default_collate and (rows := _rows(data, keys, size)):
             return rows
         look_up = None if type(data) is Subset else getattr(data, "__getitems__", None)
-        with preserved_rng_state():
+        state = generator_state()
+        try:
             if look_up is None:
                 return self.collate_fn([self._sample(*divmod(key, size)) for key in keys])
-            seed_host(self.seed, *divmod(keys[0], size))
+            self._seed_generators(*divmod(keys[0], size))
             return self.collate_fn(look_up([key % size for key in keys]))
+        finally:
+            set_generator_state(state)
 
     def _sample(self, epoch: int, index: int) -> Any:
-        seed_host(self.seed, epoch, index)
+        self._seed_generators(epoch, index)
         return self.dataset[index]
+
+    def _seed_generators(self, epoch: int, index: int) -> None:
+        """Seed the CPU's generators. `seed_everything` would also seed CUDA's, for each sample."""
+        number = seed_from(self.seed, epoch, index)
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)
 
 
 def _rows(dataset: Any, keys: Sequence[int], size: int) -> list[Tensor] | None:
