@@ -18,7 +18,7 @@ from unittest.mock import patch
 from page import machine, require_marks, warn_if_busy
 from tables import PACKAGES, markdown, marks, write_section
 
-NAMES = "steps", "workers", "gathers", "saves", "waits", "finale"
+NAMES = "steps", "gathers", "saves", "waits", "finale"
 ON_GPUS = "gpu"  # only if named: make gpu-report
 
 

@@ -41,8 +41,7 @@ WAITS = re.compile(
     r"|ddp_ref/(initialize\.py|decorators\.py <lambda>)"
 )
 LIBRARY = re.compile(
-    STDLIB.pattern
-    + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers/)"
+    STDLIB.pattern + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers)"
 )
 WAITING_LINE = re.compile(r"\.(wait|item|tolist|cpu|numpy|synchronize)\(")
 WRAPPERS = {"wrapper", "inner", "inner_func", "_call_impl", "_wrapped_call_impl"}

@@ -97,11 +97,11 @@ signal-not-shared
     training/rank_sync.py | tests/test_handler.py -k signal_to_one_rank
     - numbers = (count, self.stop, bool(self.signals))
     + numbers = (count, self.stop, False)
-dead-worker-kept
-    A ParallelExecutor cannot be used again after one of its workers died.
-    workers/executor.py | tests/test_parallel_execution.py -k dead_worker
-    - if worker.alive:
-    + if True:
+outlives-parent
+    Stopped ranks outlive a caller that is killed.
+    workers.py | tests/test_run_ranks.py -k outlives_a_parent
+    - fcntl.F_SETFL, os.O_ASYNC
+    + fcntl.F_SETFL, 0
 accumulation-divisor
     Accumulated batches of different sizes have the same weight in the gradient.
     training/rank_sync.py | tests/test_handler.py -k test_in_one_process
@@ -119,7 +119,7 @@ half-open-group
     + if False:  # torch
 closed-output
     A closed standard output costs the results of run_ranks.
-    workers/run_ranks.py | tests/test_run_ranks.py -k stdout_that_cannot_print
+    workers.py | tests/test_run_ranks.py -k stdout_that_cannot_print
     - except (OSError, ValueError) as error:
     + except OSError as error:
 token-counts-of-one-rank
@@ -204,9 +204,9 @@ spread-of-one-rank
     + self.spread(together=False)
 children-left-behind
     What a rank or a worker has started outlives it.
-    workers/process.py | tests/test_run_ranks.py -k leaves_behind
-    - os.killpg(self._process.pid, signal.SIGKILL)
-    + os.kill(self._process.pid, signal.SIGKILL)
+    workers.py | tests/test_run_ranks.py -k leaves_behind
+    - os.killpg(process.pid, signal.SIGKILL)
+    + os.kill(process.pid, signal.SIGKILL)
 saved-though-not-finite
     A checkpoint is written although a weight is not finite.
     handler.py | tests/test_handler.py -k not_finite_are_not_saved
@@ -239,7 +239,7 @@ same-order-every-epoch
     + manual_seed(self.seed)
 pickling-error-unexplained
     A value that cannot be sent to a worker is an error in pickle's words.
-    workers/process.py | tests/test_parallel_execution.py -k exception_keeps_its_type
+    workers.py | tests/test_parallel_execution.py -k exception_keeps_its_type
     - except Exception as error:
     + except KeyError as error:
 """

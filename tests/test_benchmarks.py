@@ -259,7 +259,7 @@ def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["speed"], "there is no benchmark speed: choose from steps, workers"),
+        (["speed"], "there is no benchmark speed: choose from steps, gathers"),
         (["steps", "--markdown=page.md"], "page.md lacks the lines <!-- begin of what"),
         (["waits", "--markdown=none.md"], "No such file or directory: 'none.md'"),
     ],

@@ -65,7 +65,7 @@ def test_allowed_names_are_resolved(name, expected):
         "torch.nn.functional.boolean_dispatch",
         "torch.fx.GraphModule",
         "ddp_ref.run_ranks",
-        "ddp_ref.workers.process.subprocess.Popen",
+        "ddp_ref.workers.subprocess.Popen",
         "torch.nothing.Nothing",
     ],
 )

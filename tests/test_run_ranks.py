@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -16,9 +18,8 @@ import torch
 import torch.distributed as dist
 from harness import Running, run, wait_until, without_gloo
 
-from ddp_ref import gather_objects, initialize_ddp, run_ranks
+from ddp_ref import gather_objects, initialize_ddp, run_ranks, workers
 from ddp_ref.launch import available_cores
-from ddp_ref.workers import process
 
 LIMIT = timedelta(minutes=4)  # a test that hangs fails with a TimeoutError that names the ranks
 Point = namedtuple("Point", "x y")
@@ -66,6 +67,8 @@ def test_output_of_ranks_and_their_children_is_printed_in_rank_order(capfd):
 def test_ranks_get_torchruns_variables_and_none_of_an_outer_launch(monkeypatch):
     outer = {"SLURM_PROCID": "7", "SLURM_JOB_ID": "8", "RANK": "9", "GROUP_RANK": "9"}
     outer |= {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "1", "TORCHELASTIC_ERROR_FILE": "x"}
+    by_mpi = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    outer |= dict.fromkeys(by_mpi, "4")
     kept = {"LOCAL_SCRATCH": "kept", "CUDA_VISIBLE_DEVICES": ""}  # an empty value hides all GPUs
     for name, value in (outer | kept).items():
         monkeypatch.setenv(name, value)
@@ -82,7 +85,7 @@ def test_ranks_get_torchruns_variables_and_none_of_an_outer_launch(monkeypatch):
         expected |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 1}
         assert {name: int(environ[name]) for name in expected} == expected
         assert environ["MASTER_ADDR"] == "127.0.0.1" and kept.items() <= environ.items()
-        assert not {name for name in environ if name.startswith(("SLURM_", "TORCHELASTIC_ERROR"))}
+        assert not {*outer} - {*expected, "MASTER_ADDR", "MASTER_PORT"} & {*environ}
         assert (argv, folder) == (sys.argv, str(Path.cwd()))
         assert threads == max(1, available_cores() // 2)
 
@@ -90,8 +93,12 @@ def test_ranks_get_torchruns_variables_and_none_of_an_outer_launch(monkeypatch):
 FAULTS = {
     "exception": (lambda: {}["key"], KeyError, "key"),
     "SIGINT": (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, ""),
-    "SIGKILL": (lambda: os.kill(os.getpid(), 9), RuntimeError, "rank {} was killed by SIGKILL"),
-    "_exit": (lambda: os._exit(3), RuntimeError, "rank {} exited with code 3"),
+    "SIGKILL": (
+        lambda: os.kill(os.getpid(), 9),
+        RuntimeError,
+        "rank {} was killed by SIGKILL: did it run",
+    ),
+    "_exit": (lambda: os._exit(3), RuntimeError, "rank {} exited with code 3: look at its"),
     "sys.exit": (lambda: sys.exit(0), RuntimeError, "rank {} exited with code 0, by sys.exit"),
 }
 
@@ -99,7 +106,7 @@ FAULTS = {
 @pytest.mark.parametrize(("rank", "kind"), [(n % 2, kind) for n, kind in enumerate(FAULTS)])
 def test_the_first_failure_is_raised_with_its_type_and_rank(rank, kind, capfd, monkeypatch):
     """The failure of a rank that died counts as the first. That of the other rank is its note."""
-    monkeypatch.setattr(process, "FAILURE_WINDOW", 20)  # wait for both, on any machine
+    monkeypatch.setattr(workers, "FAILURE_WINDOW", 20)  # wait for both, on any machine
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # all output is shown even without it
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     fault, error, text = FAULTS[kind]
@@ -125,14 +132,42 @@ def test_the_first_failure_is_raised_with_its_type_and_rank(rank, kind, capfd, m
     assert out == "".join(f"[rank {n}] written\n" for n in range(2))
 
 
+def test_the_earliest_failure_is_raised_although_its_report_comes_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "FAILURE_WINDOW", 20)
+    marker = tmp_path / "rank 1 has failed"
+
+    class Slow(Exception):
+        def __str__(self):
+            marker.touch()
+            time.sleep(1)
+            return "slow to describe"
+
+    def work():
+        if os.environ["RANK"] == "1":
+            raise Slow
+        while not marker.exists():
+            time.sleep(0.05)
+        raise ValueError
+
+    with pytest.raises(Slow):
+        run_ranks(work, timeout=LIMIT)
+
+
+def test_a_failure_is_raised_at_once_although_a_thread_of_the_rank_still_runs():
+    def work():
+        Thread(target=time.sleep, args=(1000,)).start()
+        raise IndexError
+
+    with pytest.raises(IndexError):
+        run_ranks(work, nproc=1, timeout=LIMIT)
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_children_that_a_rank_leaves_behind_are_killed_and_do_not_hide_its_end(killed, tmp_path):
     def work():
-        for program in (None, "sleep"):
-            if (child := os.fork()) == 0:  # it holds the rank's output file open
-                os.execvp(program, [program, "1000"]) if program else time.sleep(1000)
-            (tmp_path / str(child)).touch()
-        while len(list(tmp_path.iterdir())) < 4:  # when we end, the other rank may be killed
+        child = subprocess.Popen(["sleep", "1000"])  # it holds the rank's output file open
+        (tmp_path / str(child.pid)).touch()
+        while len(list(tmp_path.iterdir())) < 2:  # when we end, the other rank may be killed
             time.sleep(0.05)
         if killed and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -144,12 +179,33 @@ def test_children_that_a_rank_leaves_behind_are_killed_and_do_not_hide_its_end(k
 
 
 def test_a_stopped_rank_does_not_hide_another_ranks_failure(tmp_path, monkeypatch):
-    """The stopped rank has not even read its request, which is too long for the pipe."""
+    """The stopped rank has not even read its job."""
     code = "import os, signal\nif os.environ.get('RANK') == '0': os.kill(0, signal.SIGSTOP)"
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(IndexError):
-        run_ranks(lambda data: data[-1, 0], torch.zeros(10_000_000), timeout=LIMIT)
+        run_ranks(lambda data: data[-1, 0], torch.zeros(10), timeout=LIMIT)
+
+
+def test_a_process_that_a_rank_forks_and_that_returns_as_well_reports_nothing():
+    def work():
+        if child := os.fork():
+            os.waitpid(child, 0)
+        return os.environ["RANK"], child == 0
+
+    assert run_ranks(work, timeout=LIMIT) == [("0", False), ("1", False)]
+
+
+def test_breakpoint_says_how_to_debug_instead():
+    with pytest.raises(RuntimeError, match=r"needs a terminal.* start it with torchrun") as caught:
+        run_ranks(lambda: breakpoint(), nproc=1, timeout=LIMIT)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_in_sys_path_is_ignored_as_python_ignores_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
+    ((seen,),) = run_ranks(lambda: [sys.path], nproc=1, timeout=LIMIT)
+    assert seen == sys.path[1:]
 
 
 def test_a_rank_that_has_returned_leaves_and_its_peers_notice():
@@ -165,18 +221,18 @@ def test_a_rank_that_has_returned_leaves_and_its_peers_notice():
 
 
 def test_run_ranks_keeps_to_its_timeout_whatever_the_ranks_do(capfd):
-    def ignore_sigterm(data):
+    def ignore_sigterm():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("started")
         os.system("sleep 1000")
 
     start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"rank 0, rank 1 did not end within 0:00:08"):
-        run_ranks(ignore_sigterm, torch.zeros(10_000_000), timeout=timedelta(seconds=8))
+        run_ranks(ignore_sigterm, timeout=timedelta(seconds=8))
     assert time.monotonic() - start < 8 + 20
     assert "[rank 0] started" in capfd.readouterr().out
-    with pytest.raises(TimeoutError):  # before the ranks have read their requests
-        run_ranks(ignore_sigterm, torch.zeros(10_000_000), timeout=timedelta(milliseconds=1))
+    with pytest.raises(TimeoutError):  # before the ranks have read their job
+        run_ranks(ignore_sigterm, timeout=timedelta(milliseconds=1))
 
 
 @pytest.mark.parametrize(

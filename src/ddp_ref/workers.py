@@ -1,0 +1,479 @@
+"""Run functions in other processes: on several ranks of this host, or on every device.
+
+Each call starts new Python processes. They read the job (a function and its arguments) from a file,
+and each writes its report (the result or the exception) to a file of its own. All of them have
+ended when the call returns.
+
+`subprocess` starts them, not `multiprocessing`. So the caller's script is not run again and needs
+no `__main__` guard, the global start method stays unset, and a process can be killed with
+everything that it started in its session. For Linux and macOS.
+
+DataLoader workers start as they do under torchrun, with one difference: workers that are not forked
+(on macOS, or with `multiprocessing_context="spawn"`) cannot find classes of the caller's
+`__main__`. Put the data set into a module.
+"""
+
+import atexit
+import functools
+import inspect
+import io
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe
+from tempfile import TemporaryFile
+from threading import Thread
+from typing import IO, Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from .decorators import describe, pack_exception, unpack_exception
+from .initialize import cleanup_ddp
+from .launch import available_cores, without_launch
+
+Function = Callable[..., Any]
+
+# How to start a worker: its environment variables, its device ("": func chooses one), and the file
+# that gets its stdout and stderr (None: they go where the caller's go).
+Worker = tuple[dict[str, str], str, IO[bytes] | None]
+
+HOST = "127.0.0.1"
+FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be the real cause
+DIED = 0.0  # counts as the time of a worker's death, so that it sorts before all exceptions
+
+
+def run_ranks(
+    func: Function, /, *args: Any, nproc: int = 2, timeout: timedelta | None = None, **kwargs: Any
+) -> list[Any]:
+    """Run `func(*args, **kwargs)` on `nproc` new ranks of this host and wait for the results.
+
+    Each rank is a process with torchrun's variables, so `initialize_ddp` and `env://` work in
+    `func`. The ranks' output is printed when they have ended, in rank order. No rank is left
+    running afterwards, even after an error or an interrupt.
+
+    Args:
+        func: Any function, even a lambda, a closure or one defined in a notebook.
+        *args: Its arguments. A tensor on a GPU arrives on the rank's current GPU, cuda:0.
+        nproc: How many ranks to start.
+        timeout: How long the call may take, with the start and the end of the ranks (None: no
+            limit).
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `func` returned on each rank, in rank order. Tensors keep their device and lose their
+        graph and `.grad`.
+
+    Raises:
+        BaseException: The first exception of a rank, in its own type, with the rank and its
+            traceback as a note.
+        RuntimeError: If a rank was killed or exited. It names the rank and the signal or code.
+        TimeoutError: If ranks have not ended in time. It names them.
+        TypeError: If `func`, an argument or a result cannot be pickled, or if `timeout` is not a
+            timedelta above 0.
+        ValueError: If `nproc` is not an integer of at least 1.
+    """
+    if type(nproc) is not int or nproc < 1:
+        raise ValueError(f"nproc must be an integer of at least 1, not {nproc!r}")
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise TypeError(f"timeout must be a timedelta above 0, such as one minute, not {timeout!r}")
+    # This process hosts the store, on a free port, and the ranks join it as under torchrun. So
+    # several runs at once do not clash.
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(TemporaryFile()) for _ in range(nproc)]
+        stack.callback(_print, outputs)
+        ranks = {
+            f"rank {rank}": (_rank_environment(rank, nproc, store.port), "", output)
+            for rank, output in enumerate(outputs)
+        }
+        return _run_all(ranks, (func, args, kwargs, False), timeout)
+
+
+def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+    """Return the variables of a rank under torchrun, and an encoding that `_print` reads."""
+    variables: dict[str, Any] = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": nproc}
+    variables |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
+    variables |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "PYTHONIOENCODING": "utf-8"}
+    variables |= {"TORCHELASTIC_RUN_ID": "run_ranks", "TORCHELASTIC_RESTART_COUNT": 0}
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = True  # rank 0 joins our store, too
+    return _environment(nproc) | {name: str(value) for name, value in variables.items()}
+
+
+def _print(outputs: Iterable[IO[bytes]]) -> None:
+    try:
+        for rank, output in enumerate(outputs):
+            output.seek(0)
+            for line in output:
+                text = line.decode(errors="replace").rstrip("\n")
+                print(f"[rank {rank}] {text}", flush=True)
+    except (OSError, ValueError) as error:  # a closed pipe must not cost the results
+        warnings.warn(f"cannot print the output of the ranks: {error}", stacklevel=2)
+
+
+class ParallelExecutor:
+    """Call functions on all devices at once, each in a process of its own.
+
+    Every call starts new processes and waits for their end. Starting Python and importing torch
+    takes about 3 seconds (two devices on two cores), so put a lot of work into each call.
+    """
+
+    def __init__(self, num_gpus: int | None = None, pass_device: bool = True) -> None:
+        """Choose the devices.
+
+        Args:
+            num_gpus: How many GPUs to use, counted from cuda:0 (None: all). Without CUDA it is the
+                number of workers on the CPU (None: one per core, at most 2), and a warning says so.
+            pass_device: Whether functions get the keyword `device`.
+
+        Raises:
+            ValueError: If `num_gpus` is not an integer, is below 1, or exceeds the visible GPUs.
+        """
+        _check(num_gpus)
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < (num_gpus or 1):
+            raise ValueError(f"num_gpus={num_gpus}, but {gpus} CUDA devices are visible: use fewer")
+        self.devices = [torch.device("cuda", index) for index in range(gpus)[:num_gpus]]
+        self._pass_device = pass_device
+        if not gpus:
+            workers = num_gpus or min(2, available_cores())
+            self.devices = [torch.device("cpu")] * workers
+            warnings.warn(f"no CUDA device is visible: {workers} CPU workers instead", stacklevel=2)
+
+    def __enter__(self) -> "ParallelExecutor":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing: all processes of a call have ended when it returns."""
+
+    def run(self, func: Function, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `func` once on each device, at the same time, and wait for the results.
+
+        After an error, calls that still run are killed.
+
+        Args:
+            func: Any function, even a lambda, a closure or one defined in a notebook. With
+                `pass_device` it gets its device as `device`, and the arguments fill its other
+                parameters, so `run(f, data)` fits `def f(device, data)`. On a GPU, that device is
+                also the worker's current CUDA device.
+            *args: Its arguments. A tensor on any GPU arrives on the worker's own device.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            What `func` returned, in device order. Tensors keep their device and lose their graph
+            and `.grad`.
+
+        Raises:
+            BaseException: The first exception of a worker, in its own type, with the device and
+                its traceback as a note.
+            RuntimeError: If a worker died: it names the device and the signal or exit code.
+            TypeError: If `func`, an argument or a result cannot be pickled.
+        """
+        if self._pass_device and "device" in kwargs:
+            raise TypeError("device is passed by the executor: drop it, or set pass_device=False")
+        environment = _environment(len(self.devices))
+        workers = {
+            f"worker {number} on {device}": (environment, str(device), None)
+            for number, device in enumerate(self.devices)
+        }
+        return _run_all(workers, (func, args, kwargs, self._pass_device), timeout=None)
+
+
+def parallelize_on_gpus(
+    num_gpus: int | None = None, pass_device: bool = True
+) -> Callable[[Function], Callable[..., list[Any]]]:
+    """Make a function run on all devices at once and return the list of its results.
+
+    Every call starts a new process per device, which takes about 3 seconds (two devices on two
+    cores), so put a lot of work into each call.
+
+    Args:
+        num_gpus: As for `ParallelExecutor`.
+        pass_device: As for `ParallelExecutor`.
+
+    Returns:
+        The decorator. The decorated function raises what `ParallelExecutor.run` raises.
+
+    Raises:
+        ValueError: If `num_gpus` is neither None nor an integer of at least 1.
+    """
+    _check(num_gpus)
+
+    def decorate(func: Function) -> Callable[..., list[Any]]:
+        @functools.wraps(func)
+        def on_devices(*args: Any, **kwargs: Any) -> list[Any]:
+            return ParallelExecutor(num_gpus, pass_device).run(func, *args, **kwargs)
+
+        return on_devices
+
+    return decorate
+
+
+def parallel_on_all_devices(func: Function) -> Function:
+    """Make a function split its batch over the GPUs and return the gathered result.
+
+    `torch.nn.DataParallel` splits tensors along dimension 0, calls `func` in one thread per GPU and
+    gathers the results on the first GPU. Without CUDA a warning says so, and `func` gets the whole
+    batch.
+
+    Args:
+        func: A function of tensors with the same size in dimension 0.
+
+    Returns:
+        The function with its batches split.
+    """
+
+    @functools.wraps(func)
+    def on_slices(*args: Any, **kwargs: Any) -> Any:
+        if torch.cuda.is_available():
+            module: Any = func
+            if not isinstance(func, torch.nn.Module):
+                module = torch.nn.Module()
+                module.forward = func
+            return torch.nn.DataParallel(module)(*args, **kwargs)
+        warnings.warn("no CUDA device is visible: the whole batch runs on the CPU", stacklevel=2)
+        return func(*args, **kwargs)
+
+    return on_slices
+
+
+def _check(num_gpus: int | None) -> None:
+    if num_gpus is not None and (type(num_gpus) is not int or num_gpus < 1):
+        raise ValueError(f"num_gpus must be None or an integer of at least 1, not {num_gpus!r}")
+
+
+def _environment(workers: int) -> dict[str, str]:
+    """Return the environment of one of `workers` processes.
+
+    It is ours, without the variables of a launch that this process may be part of. Each process
+    gets its share of the cores, unless OMP_NUM_THREADS is set.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS") or max(1, available_cores() // workers)
+    return without_launch(os.environ) | {"OMP_NUM_THREADS": str(threads)}
+
+
+def _run_all(workers: Mapping[str, Worker], job: Any, timeout: timedelta | None) -> list[Any]:
+    """Start all workers and return their results, in order, when all have ended.
+
+    If a worker fails, the time is up or the caller is interrupted, those that still run are killed.
+
+    Args:
+        workers: How to start each worker, by the name that error messages use.
+        job: `(func, args, kwargs, pass_device)`.
+        timeout: How long all of it may take (None: no limit).
+
+    Raises:
+        BaseException: The first error. If a worker died, this is a RuntimeError that names it, with
+            the other workers' exceptions as notes, because a rank may fail when its peer dies and
+            report that before the death is noticed.
+        TimeoutError: If workers have not ended in time. It names them.
+    """
+    deadline = time.monotonic() + (timeout or timedelta.max).total_seconds()
+    running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
+    outcomes: dict[str, tuple[float | None, Any]] = {}
+    with ExitStack() as files:
+        job_file = files.enter_context(TemporaryFile())
+        job_file.write(_dumps("func or an argument", job))
+        job_file.flush()
+        try:
+            for name, worker in workers.items():
+                report: IO[bytes] = files.enter_context(TemporaryFile())
+                # Nobody writes into this pipe. It closes when this process dies, and at the end of
+                # this call, in case that Ctrl-C comes before we know the new process.
+                parent_alive, parent_end = Pipe(duplex=False)
+                files.enter_context(parent_end)
+                with parent_alive:
+                    fds = job_file.fileno(), report.fileno(), parent_alive.fileno()
+                    running[name] = _start(worker, fds), report
+            while running and time.monotonic() < deadline:
+                time.sleep(0.02)
+                for name, (process, report) in list(running.items()):
+                    if process.poll() is not None:
+                        del running[name]
+                        outcomes[name] = _outcome(name, _end(process), report)
+                        if outcomes[name][0] is not None:
+                            deadline = min(deadline, time.monotonic() + FAILURE_WINDOW)
+        finally:
+            for process, _ in running.values():
+                _end(process)
+    failures = [(when, error) for when, error in outcomes.values() if when is not None]
+    if failures:
+        (when, first), *others = sorted(failures, key=lambda failure: failure[0])
+        for _, other in others if when == DIED else ():
+            first.add_note(f"also {describe(other)}")
+        raise first
+    if running:
+        advice = "look for a skipped collective or a running thread, or pass a longer timeout"
+        raise TimeoutError(f"{', '.join(running)} did not end within {timeout}: {advice}")
+    return [outcomes[name][1] for name in workers]
+
+
+def _start(worker: Worker, fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+    """Start the process of a worker, in a session of its own. It runs `_serve`."""
+    environment, device, output = worker
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores all others
+    boot = (
+        f"import sys; sys.path, sys.argv[0] = {path}, {str(sys.argv[0])!r}; "
+        f"from {__name__} import _serve; _serve{(*fds, os.getpid(), device)}"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", boot, *sys.argv[1:]],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Kill a worker, if it still runs, and what it has started; return its exit code.
+
+    Call it once for each worker: later, its number may belong to another process.
+    """
+    with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def _outcome(name: str, code: int, report: IO[bytes]) -> tuple[float | None, Any]:
+    """Return (None, the result) of a worker that has ended, or (time of the failure, exception)."""
+    if code != 0 or report.seek(0, os.SEEK_END) == 0:  # after a whole report, the code is 0
+        names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
+        how = names.get(code, f"exited with code {code}")
+        hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
+        return DIED, RuntimeError(f"{name} {how}: {hint}")
+    report.seek(0)
+    failed_at, value = torch.load(report, weights_only=False)
+    if failed_at is None:
+        return None, value
+    error = unpack_exception(value, name)
+    if isinstance(error, SystemExit):  # raised here, it would end this process as well
+        how = f"exited with code {error.code!r}, by sys.exit: return or raise instead"
+        wrapper = RuntimeError(f"{name} {how}")
+        wrapper.__cause__ = error
+        return failed_at, wrapper
+    return failed_at, error
+
+
+def _serve(job_fd: int, report_fd: int, parent_alive_fd: int, parent: int, device: str) -> None:
+    """Do the job and write the report; a new process runs this.
+
+    Args:
+        job_fd: The file of the job, which all workers have open.
+        report_fd: The file of this worker's report.
+        parent_alive_fd: A pipe whose other end only the parent holds, so it closes with the parent.
+        parent: The parent's process id.
+        device: This worker's device, or "".
+    """
+    _die_with_parent(parent_alive_fd, parent)
+    atexit.register(cleanup_ddp)  # it closes a group that func leaves open
+    if "PYTHONBREAKPOINT" not in os.environ:
+        sys.breakpointhook = _refuse_breakpoint
+    pid, failed_at = os.getpid(), None
+    try:
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
+        # A map and not read(), because the workers share one position in the file.
+        job = io.BytesIO(mmap.mmap(job_fd, 0, access=mmap.ACCESS_READ))
+        func, args, kwargs, pass_device = torch.load(job, _to_own_gpu, weights_only=False)
+        _fill_main(func)
+        if pass_device:
+            args, kwargs = _with_device(torch.device(device), func, args, kwargs)
+        report = _dumps("the result", (None, func(*args, **kwargs)))
+    except BaseException as error:  # noqa: BLE001 - the parent raises it
+        failed_at = time.monotonic()
+        # By reference first, so that the parent gets its own class and its `except` matches.
+        packed = pack_exception(error, (pickle.dumps, cloudpickle.dumps))
+        report = _dumps("the exception", (failed_at, packed))
+    if os.getpid() == pid:  # not in a process that func has forked and that returns as well
+        with open(report_fd, "wb") as file:
+            file.write(report)
+    if failed_at is not None:
+        os._exit(0)  # a normal exit might wait: for a thread, or for peers that wait for this rank
+
+
+def _die_with_parent(parent_alive_fd: int, parent: int) -> None:
+    """Let this process and its children be killed when the parent is gone."""
+    if sys.platform == "linux":
+        import fcntl  # Windows has no fcntl, and doctor must still start there to report it
+
+        # The kernel kills the process group when the pipe closes. This works even if the process
+        # is stopped, or if C code holds the GIL so that no Python thread can check anything.
+        fcntl.fcntl(parent_alive_fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent_alive_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent_alive_fd, fcntl.F_SETFL, os.O_ASYNC)
+
+    def watch() -> None:
+        parent_alive = Connection(parent_alive_fd)
+        # A process that the parent forked may keep the pipe open, so also look at the parent's id.
+        while os.getppid() == parent and not parent_alive.poll(0.5):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    Thread(target=watch, daemon=True).start()
+
+
+def _refuse_breakpoint(*_: Any, **__: Any) -> None:
+    raise RuntimeError(
+        "breakpoint() needs a terminal, and this process has none: call the function in a script, "
+        "start it with torchrun --nproc-per-node=2, and let only one rank reach breakpoint()"
+    )
+
+
+def _to_own_gpu(storage: Any, location: str) -> Any:
+    """Move an argument from any GPU to the current one."""
+    return storage.cuda() if location.startswith("cuda") else None
+
+
+def _fill_main(func: Any) -> None:
+    """Copy a `__main__` function's globals into this `__main__`, where pickle looks up classes."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    func = inspect.unwrap(func)
+    code = func if hasattr(func, "__globals__") else type(func).__call__
+    known = getattr(code, "__globals__", {})
+    if known.get("__name__") == "__main__":
+        # not __file__: with it, multiprocessing would run the caller's script again
+        own = {name: value for name, value in known.items() if not name.startswith("__")}
+        vars(sys.modules["__main__"]).update(own)
+
+
+def _with_device(device: torch.device, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments with `device` in the position of that parameter, or as a keyword."""
+    names = []
+    with suppress(TypeError, ValueError):  # some builtins have no signature
+        parameters = inspect.signature(func).parameters.values()
+        names = [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]
+    if "device" not in names[: len(args) + 1]:
+        return args, kwargs | {"device": device}
+    place = names.index("device")
+    return (*args[:place], device, *args[place:]), kwargs
+
+
+def _dumps(what: str, value: Any) -> bytes:
+    """Return `value` as bytes: functions by cloudpickle, tensors by torch.
+
+    Args:
+        what: What the value is, for the error message.
+        value: Anything that cloudpickle can pickle.
+
+    Raises:
+        TypeError: If the value cannot be pickled.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file, pickle_module=cloudpickle, pickle_protocol=5)
+    except Exception as error:
+        raise TypeError(f"{what} cannot be pickled: {error}; use plain data or tensors") from error
+    return file.getvalue()
