@@ -75,7 +75,7 @@ exit-not-shared
 loopback-on-one-node
     The doctor calls a loopback master a problem on a single node too.
     ../../scripts/doctor.py | tests/test_doctor.py -k loopback
-    - if launch.nnodes > 1 and ipaddress.ip_address(address).is_loopback:
+    - if _nodes() > 1 and ipaddress.ip_address(address).is_loopback:
     + if ipaddress.ip_address(address).is_loopback:
 master-of-the-job
     The master is the first host of the Slurm job, not of the step.

@@ -18,7 +18,7 @@ import doctor
 COMMAND = (sys.executable, SCRIPTS / "doctor.py")
 CHECKS = ["platform", "launch", "backends", "devices", "shm", "addresses", "gloo", "nccl"]
 ALONE = LaunchInfo(launcher="none", reason="a test")
-TWO_NODES = replace(ALONE, world_size=2, nnodes=2, master_addr="10.0.0.1", master_port=29999)
+TWO_NODES = replace(ALONE, world_size=2, master_addr="10.0.0.1", master_port=29999)
 
 
 def result(check, launch=ALONE):
@@ -53,7 +53,7 @@ def test_a_problem_leads_to_exit_code_1(tmp_path):
     assert ended.code == 1
     report = {finding["check"]: finding for finding in json.loads(ended.stdout)}
     assert [*report] == CHECKS
-    for check, says in [("launch", "LOCAL_RANK, WORLD_SIZE not set"), ("gloo", "^lo")]:
+    for check, says in [("launch", "WORLD_SIZE not set"), ("gloo", "^lo")]:
         assert report[check]["level"] == "problem"
         assert says in report[check]["text"]
         assert report[check]["advice"]
@@ -87,6 +87,7 @@ def test_master_that_does_not_resolve(name):
 def test_two_nodes_need_more_than_a_loopback_address(monkeypatch):
     """Debian's /etc/hosts maps a host's own name to 127.0.1.1, which gloo would use."""
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     level, _, text, advice = result(doctor._addresses, TWO_NODES)
     assert level == "problem" and "127.0.1.1, a loopback address" in text
     assert "GLOO_SOCKET_IFNAME" in advice
@@ -94,7 +95,8 @@ def test_two_nodes_need_more_than_a_loopback_address(monkeypatch):
     assert result(doctor._addresses, TWO_NODES).level == "ok"
     master = replace(TWO_NODES, master_addr="::1")
     assert result(doctor._addresses, master).level == "problem"
-    assert result(doctor._addresses, replace(master, nnodes=1)).level == "ok"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    assert result(doctor._addresses, master).level == "ok"
 
 
 def test_slurm_job_without_a_step_is_a_warning(monkeypatch):
@@ -139,7 +141,10 @@ def test_devices_against_local_ranks(monkeypatch, gpus, ranks, launcher, level):
     monkeypatch.delenv("DDP_SHARE_GPUS", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "H100")
-    launch = replace(ALONE, launcher=launcher, world_size=ranks, local_world_size=ranks)
+    launch = replace(ALONE, launcher=launcher, world_size=ranks)
+    slurm = launcher == "slurm"
+    name = "SLURM_STEP_TASKS_PER_NODE" if slurm else "LOCAL_WORLD_SIZE"
+    monkeypatch.setenv(name, f"{ranks}(x2)" if slurm else str(ranks))
     shown = result(doctor._devices, launch)
     assert shown.level == level
     assert f"{gpus} visible GPU" in shown.text and f"{ranks} local ranks" in shown.text
