@@ -166,8 +166,8 @@ def table(worlds: dict[int, Costs]) -> str:
         last = max(worlds)
         # Opening the group grows with the square of the number of ranks, and all else linearly.
         later = values[-1] * (PREDICTED / last) ** (2 if name == OPEN else 1)
-        if name == SOCKETS:  # rank 0 has 2 N + 2
-            later = 2 * PREDICTED + 2
+        if name == SOCKETS:  # rank 0 has 3 N + 2
+            later = 3 * PREDICTED + 2
         cells = [shown(name, value) for value in values]
         cells += [exponent(list(worlds), values), shown(name, later, digits=2)]
         rows.append([name, *cells])

@@ -207,7 +207,7 @@ def test_growth_is_measured_and_written(tmp_path):
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len(rows) == 12 and not any("" in row for row in rows)
     (sockets,) = [row for row in rows if row[0] == growth.SOCKETS]
-    assert sockets[1:3] == ["6", "8"]  # 2 N + 2
+    assert sockets[1:3] == ["8", "11"]  # 3 N + 2
 
 
 def test_the_growth_table_for_known_costs():

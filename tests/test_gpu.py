@@ -258,11 +258,11 @@ def test_an_open_group_is_closed_at_exit_without_a_warning(tmp_path):
     assert code == 0 and "destroy_process_group" not in errors, errors
 
 
-def test_more_ranks_than_gpus_run_on_the_cpu(tmp_path):
-    shown, errors, _ = run_ranks_of(tmp_path, GPUS + 1)
-    assert shown == [f"{rank} on cpu by gloo" for rank in range(GPUS + 1)]
+def test_more_ranks_than_gpus_are_an_error(tmp_path):
+    shown, errors, code = run_ranks_of(tmp_path, GPUS + 1)
     plural = "s" * (GPUS > 1)
-    assert errors.count(f"{GPUS} GPU{plural} for {GPUS + 1} ranks: running on the CPU") == 1
+    assert f"{GPUS} GPU{plural} for {GPUS + 1} ranks: start one rank per GPU" in errors
+    assert shown == [] and code == 1
 
 
 @two_gpus

@@ -18,9 +18,12 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg
 from harness import Result, Running, free_port, listens, run, torchrun, wait_until
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from ddp_ref import DistInfo, cleanup_ddp, initialize_ddp, seed_everything
 from ddp_ref.initialize import (
+    GLOO_TIMEOUT,
+    NCCL_TIMEOUT,
     _agree_on_device,
     _first_host_from_slurm_nodelist,
     _initialize_distributed,
@@ -323,6 +326,19 @@ show(initialize_ddp(timedelta(seconds=40)))
         expected[1] = cores
     lines = shown(tmp_path)
     assert [line[2] for line in lines] == local_ranks and [line[5] for line in lines] == expected
+
+
+def test_the_default_timeouts_are_torchs(tmp_path):
+    body = """
+initialize_ddp()
+default = dist.distributed_c10d._get_default_group()
+print(default._get_backend(torch.device("cpu")).options._timeout)
+"""
+    results = run_each(script(tmp_path, body), 2)
+    assert [result.stdout for result in results] == [f"{default_pg_timeout}\n"] * 2
+    assert default_pg_timeout == timedelta(minutes=30) == GLOO_TIMEOUT
+    assert timedelta(minutes=10) == NCCL_TIMEOUT
+    assert default_pg_nccl_timeout in (NCCL_TIMEOUT, None)  # None in a build without NCCL
 
 
 # ---------------------------------------------------------------- one process

@@ -92,13 +92,12 @@ IN_CUDA_BUILDS = {
 }
 OURS = [
     "did not arrive",
-    "running on the CPU",
-    "nccl needs one per rank",
-    "cannot reach the master",
-    "the master accepts connections but does not answer",
+    "start one rank per GPU",
     "belong together",
+    "one of several processes, but nothing says which rank it is",
+    "is that of job",
     "all ranks must make the same on_rank and rank_first calls",
-    "not ready within max_wait",
+    "another rank has died or left",
     "cannot use its process group",
     "is not finite",
     "all ranks must have the same data",
@@ -113,8 +112,6 @@ WITHOUT_HEADING = {
     "marked as ready twice",
     "Unexpected bus error encountered in worker",
     "NCCL does not support all_reduce with sparse tensors",
-    "nccl needs one per rank",
-    "the master accepts connections but does not answer",
 }
 
 
