@@ -17,7 +17,7 @@ import atexit
 import functools
 import inspect
 import io
-import mmap
+import math
 import os
 import pickle
 import signal
@@ -25,11 +25,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from threading import Thread
 from typing import IO, Any
 
@@ -37,19 +39,25 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from .decorators import describe, pack_exception, unpack_exception
+from .decorators import pack_exception, unpack_exception
 from .initialize import cleanup_ddp
 from .launch import available_cores, without_launch
 
 Function = Callable[..., Any]
 
-# How to start a worker: its environment variables, its device ("": func chooses one), and the file
-# that gets its stdout and stderr (None: they go where the caller's go).
-Worker = tuple[dict[str, str], str, IO[bytes] | None]
-
 HOST = "127.0.0.1"
 FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be the real cause
 DIED = 0.0  # counts as the time of a worker's death, so that it sorts before all exceptions
+
+
+@dataclass
+class Worker:
+    """A process to start."""
+
+    name: str
+    environment: dict[str, str]
+    device: str = ""  # with "", func chooses one
+    output: IO[bytes] | None = None  # gets stdout and stderr; None: they go where ours go
 
 
 def run_ranks(
@@ -92,21 +100,22 @@ def run_ranks(
     with ExitStack() as stack:
         outputs = [stack.enter_context(TemporaryFile()) for _ in range(nproc)]
         stack.callback(_print, outputs)
-        ranks = {
-            f"rank {rank}": (_rank_environment(rank, nproc, store.port), "", output)
+        ranks = [
+            Worker(f"rank {rank}", _rank_environment(rank, nproc, store.port), output=output)
             for rank, output in enumerate(outputs)
-        }
+        ]
         return _run_all(ranks, (func, args, kwargs, False), timeout)
 
 
 def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     """Return the variables of a rank under torchrun, and an encoding that `_print` reads."""
-    variables: dict[str, Any] = {"MASTER_ADDR": HOST, "MASTER_PORT": port, "WORLD_SIZE": nproc}
-    variables |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nproc}
-    variables |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "PYTHONIOENCODING": "utf-8"}
-    variables |= {"TORCHELASTIC_RUN_ID": "run_ranks", "TORCHELASTIC_RESTART_COUNT": 0}
-    variables["TORCHELASTIC_USE_AGENT_STORE"] = True  # rank 0 joins our store, too
-    return _environment(nproc) | {name: str(value) for name, value in variables.items()}
+    variables = (
+        f"RANK={rank} LOCAL_RANK={rank} GROUP_RANK=0 WORLD_SIZE={nproc} LOCAL_WORLD_SIZE={nproc} "
+        f"GROUP_WORLD_SIZE=1 MASTER_ADDR={HOST} MASTER_PORT={port} TORCHELASTIC_RUN_ID=run_ranks "
+        # With the agent store, rank 0 joins our store, too.
+        "TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RESTART_COUNT=0 PYTHONIOENCODING=utf-8"
+    )
+    return _environment(nproc) | dict(item.split("=") for item in variables.split())
 
 
 def _print(outputs: Iterable[IO[bytes]]) -> None:
@@ -181,10 +190,10 @@ class ParallelExecutor:
         if self._pass_device and "device" in kwargs:
             raise TypeError("device is passed by the executor: drop it, or set pass_device=False")
         environment = _environment(len(self.devices))
-        workers = {
-            f"worker {number} on {device}": (environment, str(device), None)
+        workers = [
+            Worker(f"worker {number} on {device}", environment, str(device))
             for number, device in enumerate(self.devices)
-        }
+        ]
         return _run_all(workers, (func, args, kwargs, self._pass_device), timeout=None)
 
 
@@ -261,77 +270,72 @@ def _environment(workers: int) -> dict[str, str]:
     return without_launch(os.environ) | {"OMP_NUM_THREADS": str(threads)}
 
 
-def _run_all(workers: Mapping[str, Worker], job: Any, timeout: timedelta | None) -> list[Any]:
+def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list[Any]:
     """Start all workers and return their results, in order, when all have ended.
 
     If a worker fails, the time is up or the caller is interrupted, those that still run are killed.
 
     Args:
-        workers: How to start each worker, by the name that error messages use.
+        workers: How to start each worker.
         job: `(func, args, kwargs, pass_device)`.
         timeout: How long all of it may take (None: no limit).
 
     Raises:
-        BaseException: The first error. If a worker died, this is a RuntimeError that names it, with
-            the other workers' exceptions as notes, because a rank may fail when its peer dies and
-            report that before the death is noticed.
+        BaseException: The first error; if a worker died, a RuntimeError that names it.
         TimeoutError: If workers have not ended in time. It names them.
     """
-    deadline = time.monotonic() + (timeout or timedelta.max).total_seconds()
-    running: dict[str, tuple[subprocess.Popen[bytes], IO[bytes]]] = {}
-    outcomes: dict[str, tuple[float | None, Any]] = {}
-    with ExitStack() as files:
-        job_file = files.enter_context(TemporaryFile())
-        job_file.write(_dumps("func or an argument", job))
-        job_file.flush()
+    deadline = time.monotonic() + (timeout.total_seconds() if timeout else math.inf)
+    packed = _dumps("func or an argument", job)
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    results, failures = [None] * len(workers), []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        (folder / "job").write_bytes(packed)
         try:
-            for name, worker in workers.items():
-                report: IO[bytes] = files.enter_context(TemporaryFile())
+            for number, worker in enumerate(workers):
                 # Nobody writes into this pipe. It closes when this process dies, and at the end of
                 # this call, in case that Ctrl-C comes before we know the new process.
-                parent_alive, parent_end = Pipe(duplex=False)
-                files.enter_context(parent_end)
+                parent_alive, ours = Pipe(duplex=False)
+                stack.enter_context(ours)
                 with parent_alive:
-                    fds = job_file.fileno(), report.fileno(), parent_alive.fileno()
-                    running[name] = _start(worker, fds), report
+                    running[number] = _start(worker, folder / str(number), parent_alive.fileno())
             while running and time.monotonic() < deadline:
                 time.sleep(0.02)
-                for name, (process, report) in list(running.items()):
-                    if process.poll() is not None:
-                        del running[name]
-                        outcomes[name] = _outcome(name, _end(process), report)
-                        if outcomes[name][0] is not None:
-                            deadline = min(deadline, time.monotonic() + FAILURE_WINDOW)
+                for number in [n for n, process in running.items() if process.poll() is not None]:
+                    code, name = _end(running.pop(number)), workers[number].name
+                    failed_at, value = _outcome(name, code, folder / str(number))
+                    if failed_at is None:
+                        results[number] = value
+                    else:
+                        failures.append((failed_at, value))
+                        deadline = min(deadline, time.monotonic() + FAILURE_WINDOW)
         finally:
-            for process, _ in running.values():
+            for process in running.values():
                 _end(process)
-    failures = [(when, error) for when, error in outcomes.values() if when is not None]
     if failures:
-        (when, first), *others = sorted(failures, key=lambda failure: failure[0])
-        for _, other in others if when == DIED else ():
-            first.add_note(f"also {describe(other)}")
-        raise first
+        raise min(failures, key=lambda failure: failure[0])[1]
     if running:
+        late = ", ".join(workers[number].name for number in running)
         advice = "look for a skipped collective or a running thread, or pass a longer timeout"
-        raise TimeoutError(f"{', '.join(running)} did not end within {timeout}: {advice}")
-    return [outcomes[name][1] for name in workers]
+        raise TimeoutError(f"{late} did not end within {timeout}: {advice}")
+    return results
 
 
-def _start(worker: Worker, fds: tuple[int, int, int]) -> subprocess.Popen[bytes]:
+def _start(worker: Worker, report: Path, parent_alive_fd: int) -> subprocess.Popen[bytes]:
     """Start the process of a worker, in a session of its own. It runs `_serve`."""
-    environment, device, output = worker
     path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores all others
+    own = (str(report), parent_alive_fd, os.getpid(), worker.device)
     boot = (
         f"import sys; sys.path, sys.argv[0] = {path}, {str(sys.argv[0])!r}; "
-        f"from {__name__} import _serve; _serve{(*fds, os.getpid(), device)}"
+        f"from {__name__} import _serve; _serve{own}"
     )
     return subprocess.Popen(
         [sys.executable, "-u", "-c", boot, *sys.argv[1:]],
-        env=environment,
+        env=worker.environment,
         stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        pass_fds=fds,
+        stdout=worker.output,
+        stderr=worker.output,
+        pass_fds=[parent_alive_fd],
         start_new_session=True,
     )
 
@@ -346,32 +350,22 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def _outcome(name: str, code: int, report: IO[bytes]) -> tuple[float | None, Any]:
+def _outcome(name: str, code: int, report: Path) -> tuple[float | None, Any]:
     """Return (None, the result) of a worker that has ended, or (time of the failure, exception)."""
-    if code != 0 or report.seek(0, os.SEEK_END) == 0:  # after a whole report, the code is 0
+    if code != 0 or not report.exists():  # after a whole report, the code is 0
         names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
         how = names.get(code, f"exited with code {code}")
         hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
         return DIED, RuntimeError(f"{name} {how}: {hint}")
-    report.seek(0)
     failed_at, value = torch.load(report, weights_only=False)
-    if failed_at is None:
-        return None, value
-    error = unpack_exception(value, name)
-    if isinstance(error, SystemExit):  # raised here, it would end this process as well
-        how = f"exited with code {error.code!r}, by sys.exit: return or raise instead"
-        wrapper = RuntimeError(f"{name} {how}")
-        wrapper.__cause__ = error
-        return failed_at, wrapper
-    return failed_at, error
+    return failed_at, value if failed_at is None else unpack_exception(value, name)
 
 
-def _serve(job_fd: int, report_fd: int, parent_alive_fd: int, parent: int, device: str) -> None:
+def _serve(report: str, parent_alive_fd: int, parent: int, device: str) -> None:
     """Do the job and write the report; a new process runs this.
 
     Args:
-        job_fd: The file of the job, which all workers have open.
-        report_fd: The file of this worker's report.
+        report: The path of this worker's report. The job is in the same folder.
         parent_alive_fd: A pipe whose other end only the parent holds, so it closes with the parent.
         parent: The parent's process id.
         device: This worker's device, or "".
@@ -384,21 +378,22 @@ def _serve(job_fd: int, report_fd: int, parent_alive_fd: int, parent: int, devic
     try:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
-        # A map and not read(), because the workers share one position in the file.
-        job = io.BytesIO(mmap.mmap(job_fd, 0, access=mmap.ACCESS_READ))
+        job = Path(report).with_name("job")
         func, args, kwargs, pass_device = torch.load(job, _to_own_gpu, weights_only=False)
         _fill_main(func)
         if pass_device:
             args, kwargs = _with_device(torch.device(device), func, args, kwargs)
-        report = _dumps("the result", (None, func(*args, **kwargs)))
+        packed = _dumps("the result", (None, func(*args, **kwargs)))
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         failed_at = time.monotonic()
+        if isinstance(error, SystemExit):  # raised in the parent, it would end that as well
+            message = f"sys.exit({error.code!r}) was called: return or raise instead"
+            error, error.__cause__ = RuntimeError(message), error
         # By reference first, so that the parent gets its own class and its `except` matches.
-        packed = pack_exception(error, (pickle.dumps, cloudpickle.dumps))
-        report = _dumps("the exception", (failed_at, packed))
+        exception = pack_exception(error, (pickle.dumps, cloudpickle.dumps))
+        packed = _dumps("the exception", (failed_at, exception))
     if os.getpid() == pid:  # not in a process that func has forked and that returns as well
-        with open(report_fd, "wb") as file:
-            file.write(report)
+        Path(report).write_bytes(packed)
     if failed_at is not None:
         os._exit(0)  # a normal exit might wait: for a thread, or for peers that wait for this rank
 
@@ -451,10 +446,8 @@ def _fill_main(func: Any) -> None:
 
 def _with_device(device: torch.device, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments with `device` in the position of that parameter, or as a keyword."""
-    names = []
-    with suppress(TypeError, ValueError):  # some builtins have no signature
-        parameters = inspect.signature(func).parameters.values()
-        names = [p.name for p in parameters if p.kind < p.VAR_POSITIONAL]
+    parameters = inspect.signature(func).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if "device" not in names[: len(args) + 1]:
         return args, kwargs | {"device": device}
     place = names.index("device")
