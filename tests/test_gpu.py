@@ -252,12 +252,6 @@ def run_ranks_of(tmp_path, nproc, body=PRINT_DEVICE):
     return sorted(lines, key=lambda line: int(line.split()[0])), ended.stderr, ended.code
 
 
-def test_an_open_group_is_closed_at_exit_without_a_warning(tmp_path):
-    shown, errors, code = run_ranks_of(tmp_path, GPUS)
-    assert shown == [f"{rank} on cuda:{rank} by cpu:gloo,cuda:nccl" for rank in range(GPUS)]
-    assert code == 0 and "destroy_process_group" not in errors, errors
-
-
 def test_more_ranks_than_gpus_are_an_error(tmp_path):
     shown, errors, code = run_ranks_of(tmp_path, GPUS + 1)
     plural = "s" * (GPUS > 1)
