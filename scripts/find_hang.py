@@ -38,15 +38,21 @@ WAITS = re.compile(
     r"torch/distributed/(distributed_c10d|rendezvous|utils)\.py"
     r"|torch/nn/parallel/distributed\.py (_pre_forward|_distributed_broadcast_coalesced)"
     r"|torch/(autograd/graph\.py _engine_run_backward|cuda/__init__\.py synchronize)"
-    r"|ddp_ref/(initialize\.py|decorators\.py <lambda>)"
+    r"|ddp_ref/(initialize\.py|decorators\.py _wait)"
 )
 LIBRARY = re.compile(
     STDLIB.pattern + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers)"
 )
 WAITING_LINE = re.compile(r"\.(wait|item|tolist|cpu|numpy|synchronize)\(")
 WRAPPERS = {"wrapper", "inner", "inner_func", "_call_impl", "_wrapped_call_impl"}
-NAMES = {"backward": "backward (DDP's all-reduce)", "_call": "on_rank", "_rank_first": "rank_first"}
-POLLS = {"<lambda>", "wait_until", "_create_c10d_store"}  # wake up now and then while they wait
+NAMES = {"backward": "backward (DDP's all-reduce)"}
+NAMES |= {"_meeting": "on_rank", "_rank_first": "rank_first"}
+POLLS = {
+    "_wait",
+    "_exchange",
+    "_wait_for_master",
+    "_create_c10d_store",
+}  # wake up now and then while they wait
 BEHIND = " (Python runs ahead of its GPU, which may be in an earlier collective: see the dumps)"
 STATES = {"disk-sleep": "is stuck in the kernel", "stopped": "is stopped"}
 STATES |= {"tracing-stop": "is stopped", "gone": "has ended", "zombie": "has ended"}

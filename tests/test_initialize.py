@@ -298,7 +298,7 @@ show(initialize_ddp(timedelta(seconds=20)))
         with start_rank("A", 1) as a1, start_rank("B", 0) as b0:
             results = [each.wait(40) for each in (a0, a1, b0)]
     assert [result.code for result in results] == [0, 0, 1], results
-    assert f"rank 1 of job 'B': the store at {HOST}:{port} is that of job 'A'" in foreign.stderr
+    assert f"rank 1 of job 'B': the store at {HOST}:{port} belongs to job 'A'" in foreign.stderr
     assert "address already in use" in results[2].stderr
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
 

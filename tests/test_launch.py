@@ -81,7 +81,12 @@ def test_one_process(environ):
 
 
 SSH = {"NODE_RANK": "1", "NNODES": "2"} | MASTER
-KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0"}
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-0",
+}
 SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 POD = {"RANK": "1", "WORLD_SIZE": "2"} | MASTER
 PER_NODE = "--nnodes=NODES --rdzv-backend=c10d --rdzv-endpoint=HOST"
@@ -192,8 +197,8 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
         (BATCH | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, {}, f"^{NEEDED} not set"),
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, {}, "WORLD_SIZE must be an integer, not '2.0'"),
-        (TORCHRUN | {"RANK": "8"}, {}, r"^rank=8, local_rank=1 and world_size=8 clash "),
-        (TORCHRUN | {"LOCAL_RANK": "8"}, {}, r"^rank=5, local_rank=8 and world_size=8 clash "),
+        (TORCHRUN | {"RANK": "8"}, {}, r"^rank=8, local_rank=1 and world_size=8 do not "),
+        (TORCHRUN | {"LOCAL_RANK": "8"}, {}, r"^rank=5, local_rank=8 and world_size=8 do not "),
         ({}, {"rank": "one", "world_size": 2}, "^rank must be an integer, not 'one'"),
         (TORCHRUN, {"master_port": 0}, "MASTER_PORT must be from 1 to 65535, not 0"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, {}, "from 1 to 65535, not 65536"),

@@ -95,7 +95,7 @@ OURS = [
     "start one rank per GPU",
     "belong together",
     "one of several processes, but nothing says which rank it is",
-    "is that of job",
+    "belongs to job",
     "all ranks must make the same on_rank and rank_first calls",
     "another rank has died or left",
     "cannot use its process group",

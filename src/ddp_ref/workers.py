@@ -73,7 +73,7 @@ def run_ranks(
         func: Any function, even a lambda, a closure or one defined in a notebook.
         *args: Its arguments. A tensor on a GPU arrives on the rank's current GPU, cuda:0.
         nproc: How many ranks to start.
-        timeout: How long the call may take, with the start and the end of the ranks (None: no
+        timeout: How long the call may take, including starting and ending the ranks (None: no
             limit).
         **kwargs: Its keyword arguments.
 
@@ -112,7 +112,7 @@ def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     variables = (
         f"RANK={rank} LOCAL_RANK={rank} GROUP_RANK=0 WORLD_SIZE={nproc} LOCAL_WORLD_SIZE={nproc} "
         f"GROUP_WORLD_SIZE=1 MASTER_ADDR={HOST} MASTER_PORT={port} TORCHELASTIC_RUN_ID=run_ranks "
-        # With the agent store, rank 0 joins our store, too.
+        # So rank 0 connects to our store instead of hosting one.
         "TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RESTART_COUNT=0 PYTHONIOENCODING=utf-8"
     )
     return _environment(nproc) | dict(item.split("=") for item in variables.split())
@@ -293,8 +293,8 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
         (folder / "job").write_bytes(packed)
         try:
             for number, worker in enumerate(workers):
-                # Nobody writes into this pipe. It closes when this process dies, and at the end of
-                # this call, in case that Ctrl-C comes before we know the new process.
+                # Nobody writes into this pipe. The worker dies when it closes: when this process
+                # dies or this call ends, even if Ctrl-C comes before `_start` returns.
                 parent_alive, ours = Pipe(duplex=False)
                 stack.enter_context(ours)
                 with parent_alive:
@@ -362,7 +362,7 @@ def _outcome(name: str, code: int, report: Path) -> tuple[float | None, Any]:
 
 
 def _serve(report: str, parent_alive_fd: int, parent: int, device: str) -> None:
-    """Do the job and write the report; a new process runs this.
+    """Do the job and write the report, in the new process.
 
     Args:
         report: The path of this worker's report. The job is in the same folder.
@@ -392,7 +392,7 @@ def _serve(report: str, parent_alive_fd: int, parent: int, device: str) -> None:
         # By reference first, so that the parent gets its own class and its `except` matches.
         exception = pack_exception(error, (pickle.dumps, cloudpickle.dumps))
         packed = _dumps("the exception", (failed_at, exception))
-    if os.getpid() == pid:  # not in a process that func has forked and that returns as well
+    if os.getpid() == pid:  # not in a child that func forked and that also got here
         Path(report).write_bytes(packed)
     if failed_at is not None:
         os._exit(0)  # a normal exit might wait: for a thread, or for peers that wait for this rank
