@@ -216,7 +216,7 @@ except RuntimeError as error:
 """
     for rank, result in enumerate(run_each(script(tmp_path, body), 4, count=3)):
         where = rf"rank {rank} of 4, master at {HOST}:\d+: "
-        assert re.match(where + r"rank 3 did not arrive \(timeout 0:00:06\): ", result.stdout)
+        assert re.match(where + r"rank 3 did not arrive \(timeout 0:00:06\)\. ", result.stdout)
 
 
 @pytest.mark.parametrize("moment", ["init_process_group", "_store_based_barrier"])

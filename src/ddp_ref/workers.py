@@ -47,7 +47,7 @@ Function = Callable[..., Any]
 
 HOST = "127.0.0.1"
 FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be the real cause
-DIED = 0.0  # counts as the time of a worker's death, so that it sorts before all exceptions
+DIED = 0.0  # the failure time of a dead worker: sorts before every exception
 
 
 @dataclass
@@ -352,7 +352,7 @@ def _end(process: subprocess.Popen[bytes]) -> int:
 
 def _outcome(name: str, code: int, report: Path) -> tuple[float | None, Any]:
     """Return (None, the result) of a worker that has ended, or (time of the failure, exception)."""
-    if code != 0 or not report.exists():  # after a whole report, the code is 0
+    if code != 0 or not report.exists():  # a worker that wrote its report exits with 0
         names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
         how = names.get(code, f"exited with code {code}")
         hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
