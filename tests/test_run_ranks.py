@@ -285,7 +285,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path):
     assert result.code == -signal.SIGINT
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a signal for a closed pipe")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wakes up a stopped group")
 @pytest.mark.parametrize("how", ["stopped", "after a fork"])
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, how):
     (tmp_path / "script.py").write_text(BLOCKED)
