@@ -156,12 +156,12 @@ def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
 
 
 BUDGETS = {  # lines of code without docstrings and comments: what was reached, and 3 % more
-    "core": ([f"{name}.py" for name in CORE], 870),
-    "workers": (["workers.py"], 262),
-    "handler": (["handler.py"], 327),
+    "core": ([f"{name}.py" for name in CORE], 793),
+    "workers": (["workers.py"], 245),
+    "handler": (["handler.py"], 330),
     "training": (["training/*.py"], 1550),
     "extras": (["extras/*.py"], 507),
-    "package": (["**/*.py"], 3545),
+    "package": (["**/*.py"], 3507),
 }
 
 
