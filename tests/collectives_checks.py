@@ -239,6 +239,12 @@ def check_a_sparse_tensor_is_an_error_on_all_ranks():
     assert all(torch.equal(part.to_dense(), torch.eye(2)) for part in parts)
 
 
+def check_a_part_that_is_no_tensor_is_an_error_on_all_ranks():
+    own = [1] if dist.get_rank() == 1 else torch.ones(1)
+    error = str(raised(TypeError, gather_tensors, own))
+    assert error == "rank 1 passed a list, not a tensor: use gather_objects"
+
+
 def check_rows_may_have_any_memory_layout():
     me, world = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(8.0 * world * 24).reshape(8 * world, 2, 3, 4)

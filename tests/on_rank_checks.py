@@ -208,6 +208,16 @@ def check_a_call_inside_a_running_body_exchanges_nothing_also_in_a_thread():
     assert_group_is_usable()
 
 
+def check_an_interrupt_that_is_caught_leaves_no_rank_waiting():
+    """Without a new meeting, the next call would wait for the old one, for days."""
+    me = dist.get_rank()
+    with patch("ddp_ref.decorators._wait", side_effect=KeyboardInterrupt):
+        raised(KeyboardInterrupt, on_rank(0)(int))
+    dist.barrier()
+    assert_group_is_usable()
+    assert on_rank(0, broadcast=True)(lambda: me)() == 0
+
+
 def check_methods():
     class Model:
         @on_rank(0)
