@@ -157,7 +157,7 @@ def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
 
 BUDGETS = {  # lines of code without docstrings and comments: what was reached, and 3 % more
     "core": ([f"{name}.py" for name in CORE], 793),
-    "workers": (["workers.py"], 245),
+    "workers": (["workers.py"], 260),
     "handler": (["handler.py"], 330),
     "training": (["training/*.py"], 1550),
     "extras": (["extras/*.py"], 507),

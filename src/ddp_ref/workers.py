@@ -6,7 +6,7 @@ ended when the call returns.
 
 `subprocess` starts them, not `multiprocessing`. So the caller's script is not run again and needs
 no `__main__` guard, the global start method stays unset, and a process can be killed with
-everything that it started. For Linux and macOS.
+everything that it started in its session. For Linux and macOS.
 
 DataLoader workers start as they do under torchrun, with one difference: workers that are not forked
 (on macOS, or with `multiprocessing_context="spawn"`) cannot find classes of the caller's
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from threading import Thread
@@ -287,17 +288,22 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
     packed = _dumps("func or an argument", job)
     running: dict[int, subprocess.Popen[bytes]] = {}
     results, failures = [None] * len(workers), []
-    with TemporaryDirectory() as name:
-        folder = Path(name)
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory()))
         (folder / "job").write_bytes(packed)
         try:
             for number, worker in enumerate(workers):
-                running[number] = _start(worker, folder / str(number))
+                # Nobody writes into this pipe. The worker dies when it closes: when this process
+                # dies or this call ends, even if Ctrl-C comes before `_start` returns.
+                parent_alive, ours = Pipe(duplex=False)
+                stack.enter_context(ours)
+                with parent_alive:
+                    running[number] = _start(worker, folder / str(number), parent_alive.fileno())
             while running and time.monotonic() < deadline:
                 time.sleep(0.02)
                 for number in [n for n, process in running.items() if process.poll() is not None]:
-                    code = _end(running.pop(number))
-                    failed_at, value = _outcome(workers[number].name, code, folder / str(number))
+                    code, name = _end(running.pop(number)), workers[number].name
+                    failed_at, value = _outcome(name, code, folder / str(number))
                     if failed_at is None:
                         results[number] = value
                     else:
@@ -315,10 +321,10 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
     return results
 
 
-def _start(worker: Worker, report: Path) -> subprocess.Popen[bytes]:
-    """Start the process of a worker, in a process group of its own. It runs `_serve`."""
+def _start(worker: Worker, report: Path, parent_alive_fd: int) -> subprocess.Popen[bytes]:
+    """Start the process of a worker, in a session of its own. It runs `_serve`."""
     path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores all others
-    own = (str(report), os.getpid(), worker.device)
+    own = (str(report), parent_alive_fd, os.getpid(), worker.device)
     boot = (
         f"import sys; sys.path, sys.argv[0] = {path}, {str(sys.argv[0])!r}; "
         f"from {__name__} import _serve; _serve{own}"
@@ -329,7 +335,8 @@ def _start(worker: Worker, report: Path) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=worker.output,
         stderr=worker.output,
-        process_group=0,
+        pass_fds=[parent_alive_fd],
+        start_new_session=True,
     )
 
 
@@ -354,15 +361,16 @@ def _outcome(name: str, code: int, report: Path) -> tuple[float | None, Any]:
     return failed_at, value if failed_at is None else unpack_exception(value, name)
 
 
-def _serve(report: str, parent: int, device: str) -> None:
+def _serve(report: str, parent_alive_fd: int, parent: int, device: str) -> None:
     """Do the job and write the report, in the new process.
 
     Args:
         report: The path of this worker's report. The job is in the same folder.
+        parent_alive_fd: A pipe whose other end only the parent holds, so it closes with the parent.
         parent: The parent's process id.
         device: This worker's device, or "".
     """
-    Thread(target=_die_with_parent, args=[parent], daemon=True).start()
+    _die_with_parent(parent_alive_fd, parent)
     atexit.register(cleanup_ddp)  # it closes a group that func leaves open
     if "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _refuse_breakpoint
@@ -390,15 +398,25 @@ def _serve(report: str, parent: int, device: str) -> None:
         os._exit(0)  # a normal exit might wait: for a thread, or for peers that wait for this rank
 
 
-def _die_with_parent(parent: int) -> None:
-    """Wait until the parent is gone, then kill this process and its children; a thread runs this.
+def _die_with_parent(parent_alive_fd: int, parent: int) -> None:
+    """Let this process and its children be killed when the parent is gone."""
+    if sys.platform == "linux":
+        import fcntl  # Windows has no fcntl, and doctor must still start there to report it
 
-    A stopped worker wakes up for it: the kernel sends SIGHUP and SIGCONT to a stopped process group
-    whose parent is gone.
-    """
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
+        # The kernel kills the process group when the pipe closes. This works even if the process
+        # is stopped, or if C code holds the GIL so that no Python thread can check anything.
+        fcntl.fcntl(parent_alive_fd, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent_alive_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent_alive_fd, fcntl.F_SETFL, os.O_ASYNC)
+
+    def watch() -> None:
+        parent_alive = Connection(parent_alive_fd)
+        # A process that the parent forked may keep the pipe open, so also look at the parent's id.
+        while os.getppid() == parent and not parent_alive.poll(0.5):
+            pass
+        os.killpg(0, signal.SIGKILL)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _refuse_breakpoint(*_: Any, **__: Any) -> None:
