@@ -161,9 +161,16 @@ def check_a_dtype_that_has_no_such_reduction_is_an_error_on_all_ranks():
 
 
 def check_a_value_that_is_not_a_number_is_refused_by_name():
-    for value in ("1.5", None, np.ones(3), 10**400):
+    for value in ("1.5", None, np.ones(3), np.complex128(1j), 10**400):
         error = raised(TypeError, reduce_sum, {"loss": value})
         assert str(error) == f"'loss' must be a number or a tensor, not {value!r}"
+
+
+def check_different_reductions_are_an_error_on_all_ranks():
+    reduction = reduce_sum if dist.get_rank() == 0 else reduce_mean
+    error = raised(ValueError, reduction, {"loss": 1.0})
+    says = "ranks are in different reductions: rank 0: reduce_sum, rank 1: reduce_mean"
+    assert str(error).startswith(says)
 
 
 def check_different_names_shapes_or_dtypes_are_an_error_on_all_ranks():

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ddp_ref import decorators
 from ddp_ref.decorators import on_rank
 from ddp_ref.initialize import cleanup_ddp, initialize_ddp
 
@@ -39,6 +40,14 @@ def interrupted(worker: str) -> None:
     on_rank(int(worker))(lambda: [print("works", flush=True), time.sleep(60)])()
 
 
+def leaves() -> None:
+    """The test sends Ctrl-C to one rank that waits."""
+    if RANK:
+        print("waits", flush=True)
+    report(on_rank(0)(lambda: [print("works", flush=True), time.sleep(8)]))
+    report(on_rank(0)(lambda: None))
+
+
 def slow() -> None:
     """The work takes longer than the group's timeout, and holds the GIL all that time."""
     sleep = ctypes.PyDLL(None).sleep  # type: ignore
@@ -60,6 +69,15 @@ def dies(killed: str, worker: str) -> None:
     if killed != worker:
         die()
     kept = report(on_rank(int(worker))(die))
+    time.sleep(60)
+    del kept
+
+
+def dies_receiving() -> None:
+    """A rank gets SIGKILL after all ranks have met, before it has the result."""
+    if RANK == 3:
+        decorators.broadcast_packed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    kept = report(on_rank(WORKER, broadcast=True)(lambda: bytes(2**24)))
     time.sleep(60)
     del kept
 

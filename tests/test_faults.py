@@ -47,6 +47,21 @@ def test_ctrl_c_ends_all_ranks_cleanly(worker, tmp_path):
     assert not any("terminate called" in result.stderr for result in results)
 
 
+def test_ctrl_c_on_one_waiting_rank_ends_its_wait_at_once_and_the_next_call_everywhere(tmp_path):
+    """The next call fails, because the others ended the first one without that rank."""
+    with ranks(tmp_path, "leaves") as started:
+        started[1].wait_for("waits")
+        started[0].wait_for("works")
+        time.sleep(0.5)
+        started[1].process.send_signal(signal.SIGINT)
+        wait_until(lambda: reports(started[1]), 3)
+        assert not reports(started[0])
+        wait_until(lambda: all(len(reports(rank)) == 2 for rank in started), 20)
+        first, second = zip(*map(reports, started), strict=True)
+    assert "KeyboardInterrupt" in first[1] and "Error" not in first[0] + first[2]
+    assert all(report.startswith("RuntimeError") for report in second)
+
+
 def test_work_may_be_longer_than_the_timeout(tmp_path):
     with ranks(tmp_path, "slow") as started:
         assert [rank.wait().code for rank in started] == [0] * WORLD
@@ -66,3 +81,11 @@ def test_a_dead_rank_is_noticed_by_all_others_within_5_s(killed, works, tmp_path
         for rank in others:
             (report,) = reports(rank)
             assert report.startswith("RuntimeError") and "another rank has died or left" in report
+
+
+def test_a_rank_that_dies_before_it_has_the_result_is_noticed_within_the_timeout(tmp_path):
+    with ranks(tmp_path, "dies_receiving", world=8) as started:
+        others = [rank for number, rank in enumerate(started) if number != 3]
+        # the rank whose result it is may have sent all of it
+        wait_until(lambda: sum(bool(reports(rank)) for rank in others) == len(others), 40)
+        assert any(reports(rank)[0].startswith("RuntimeError") for rank in others)

@@ -423,7 +423,8 @@ def test_port_in_use():
     [
         (ValueError, {"master_addr": ""}, "master_addr must be a host name or address, not ''"),
         (ValueError, {"backend": "mpi"}, "backend must be .* not 'mpi'"),
-        (TypeError, {"timeout": 60}, "timeout must be a timedelta above 0 or None, not 60$"),
+        (TypeError, {"timeout": 60}, "timeout must be a timedelta above 0, up to 30 days, not 60$"),
+        (TypeError, {"timeout": timedelta.max}, "timeout must be a timedelta .* up to 30 days"),
         (TypeError, {"timeout": timedelta(0)}, "timeout must be a timedelta above 0"),
     ],
 )
@@ -441,23 +442,26 @@ def test_a_wish_to_share_gpus_is_a_number(monkeypatch):
 # ---------------------------------------------------------------- devices
 
 
-def reports(gpus: list[list[str]], share: bool = False, nodes: str = "aaaa") -> list[dict]:
+def reports(
+    gpus: list[list[str]], backend: str | None = None, share: bool = False, nodes: str = "aaaa"
+) -> list[dict]:
     """Return what these ranks report, whose GPUs and nodes are given."""
     nodes = nodes[: len(gpus)]
+    common = {"backend": backend, "share_gpus": share}
     return [
-        {"node": node, "local_rank": nodes[:rank].count(node), "gpus": seen, "share_gpus": share}
+        {"node": node, "local_rank": nodes[:rank].count(node), "gpus": seen, **common}
         for rank, (seen, node) in enumerate(zip(gpus, nodes, strict=True))
     ]
 
 
 def test_ranks_agree_on_the_device():
     """CUDA if every rank has a GPU of its own, the CPU if no rank sees one, otherwise an error."""
-    assert _agree_on_device(0, reports([[], []]), None) == CPU
-    assert _agree_on_device(0, reports([["a", "b"], ["a", "b"]]), "gloo") == CPU
+    assert _agree_on_device(0, reports([[], []])) == CPU
+    assert _agree_on_device(0, reports([["a", "b"]] * 2, "gloo")) == CPU
     both = [["a", "b"]] * 2
     for gpus, nodes in [(both, "aa"), ([["a"], ["b"]], "aa"), ([["a"], ["b"]], "ab")]:
         for backend in (None, "nccl"):
-            assert _agree_on_device(0, reports(gpus, nodes=nodes), backend) == _pick_device(0)
+            assert _agree_on_device(0, reports(gpus, backend, nodes=nodes)) == _pick_device(0)
     ways = 'start one rank per GPU, or pass backend="gloo" .*, or, on all ranks, share_gpus=True'
     for gpus, count in [
         ([["a"], ["a"]], "1 GPU"),
@@ -466,20 +470,22 @@ def test_ranks_agree_on_the_device():
     ]:
         for backend in (None, "nccl"):
             with pytest.raises(RuntimeError, match=f"^{count} for {len(gpus)} ranks: {ways}"):
-                _agree_on_device(0, reports(gpus), backend)
+                _agree_on_device(0, reports(gpus, backend))
     with pytest.raises(RuntimeError, match=r"^0 GPUs for 2 ranks: "):
-        _agree_on_device(0, reports([[], []]), "nccl")
+        _agree_on_device(0, reports([[], []], "nccl"))
+    with pytest.raises(ValueError, match=r"^backend differs .* \['gloo', None\]: pass the same$"):
+        _agree_on_device(0, reports([["a"]], "gloo") + reports([["b"]]))
 
 
 def test_ranks_share_gpus_on_one_machine_only_and_if_all_of_them_do(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     one = [["a"], ["a"]]
     with pytest.raises(RuntimeError, match=r"1 GPU for 2 ranks: .* on all ranks, share_gpus"):
-        _agree_on_device(0, [*reports(one)[:1], *reports(one, share=True)[1:]], None)
-    _agree_on_device(0, reports(one, share=True), None)
+        _agree_on_device(0, [*reports(one)[:1], *reports(one, share=True)[1:]])
+    _agree_on_device(0, reports(one, share=True))
     assert os.environ == {"NCCL_HOSTID": "rank 0", "NCCL_SOCKET_IFNAME": "lo"}
     with pytest.raises(RuntimeError, match="2 GPUs for 3 ranks: ranks can share GPUs on one mac"):
-        _agree_on_device(0, reports([*one, ["b"]], share=True, nodes="aab"), None)
+        _agree_on_device(0, reports([*one, ["b"]], share=True, nodes="aab"))
 
 
 def test_device_that_is_not_there():
