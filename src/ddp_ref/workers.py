@@ -19,35 +19,40 @@ import inspect
 import io
 import math
 import os
+import pdb
 import pickle
+import re
+import select
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import IO, Any
+from types import FunctionType
+from typing import Any
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
-from .decorators import pack_exception, unpack_exception
+from .decorators import describe, pack_exception, unpack_exception
 from .initialize import cleanup_ddp
 from .launch import available_cores, without_launch
 
 Function = Callable[..., Any]
 
 HOST = "127.0.0.1"
-FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be the real cause
-DIED = 0.0  # the failure time of a dead worker: sorts before every exception
+# A rank whose peer has failed fails like this, so such a failure counts only if there is no other.
+CONSEQUENCE = re.compile("connection (was likely )?(closed|reset)|broken pipe|SIGABRT", re.I)
+FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be an earlier one
+CAUSE_WINDOW = 10.0  # the same if there are only consequences: their cause may take long to end
 
 
 @dataclass
@@ -57,7 +62,7 @@ class Worker:
     name: str
     environment: dict[str, str]
     device: str = ""  # with "", func chooses one
-    output: IO[bytes] | None = None  # gets stdout and stderr; None: they go where ours go
+    output: io.BytesIO | None = None  # gets stdout and stderr; None: they go where ours go
 
 
 def run_ranks(
@@ -97,14 +102,15 @@ def run_ranks(
     # This process hosts the store, on a free port, and the ranks join it as under torchrun. So
     # several runs at once do not clash.
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    with ExitStack() as stack:
-        outputs = [stack.enter_context(TemporaryFile()) for _ in range(nproc)]
-        stack.callback(_print, outputs)
-        ranks = [
-            Worker(f"rank {rank}", _rank_environment(rank, nproc, store.port), output=output)
-            for rank, output in enumerate(outputs)
-        ]
+    outputs = [io.BytesIO() for _ in range(nproc)]
+    ranks = [
+        Worker(f"rank {rank}", _rank_environment(rank, nproc, store.port), output=output)
+        for rank, output in enumerate(outputs)
+    ]
+    try:
         return _run_all(ranks, (func, args, kwargs, False), timeout)
+    finally:
+        _print(outputs)
 
 
 def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -118,7 +124,7 @@ def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     return _environment(nproc) | dict(item.split("=") for item in variables.split())
 
 
-def _print(outputs: Iterable[IO[bytes]]) -> None:
+def _print(outputs: list[io.BytesIO]) -> None:
     try:
         for rank, output in enumerate(outputs):
             output.seek(0)
@@ -285,35 +291,38 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
         TimeoutError: If workers have not ended in time. It names them.
     """
     deadline = time.monotonic() + (timeout.total_seconds() if timeout else math.inf)
-    packed = _dumps("func or an argument", job)
+    # cloudpickle gives all functions of `__main__` the same globals. Through this function, which
+    # does nothing else, the worker finds them.
+    of_main = FunctionType((lambda: None).__code__, vars(sys.modules["__main__"]))
+    packed = _dumps("func or an argument", (*job, of_main))
     running: dict[int, subprocess.Popen[bytes]] = {}
     results, failures = [None] * len(workers), []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        (folder / "job").write_bytes(packed)
+    with TemporaryDirectory() as folder:
+        Path(folder, "job").write_bytes(packed)
         try:
             for number, worker in enumerate(workers):
-                # Nobody writes into this pipe. The worker dies when it closes: when this process
-                # dies or this call ends, even if Ctrl-C comes before `_start` returns.
-                parent_alive, ours = Pipe(duplex=False)
-                stack.enter_context(ours)
-                with parent_alive:
-                    running[number] = _start(worker, folder / str(number), parent_alive.fileno())
-            while running and time.monotonic() < deadline:
+                running[number] = _start(worker, Path(folder, str(number)))
+            while running and (seen_alive := time.monotonic()) < deadline:
                 time.sleep(0.02)
-                for number in [n for n, process in running.items() if process.poll() is not None]:
-                    code, name = _end(running.pop(number)), workers[number].name
-                    failed_at, value = _outcome(name, code, folder / str(number))
+                for number, process in [*running.items()]:
+                    name, output = workers[number].name, workers[number].output
+                    _read(process, output)
+                    if process.poll() is None:
+                        continue
+                    code, report = _end(running.pop(number), output), Path(folder, str(number))
+                    failed_at, value = _outcome(name, code, seen_alive, report)
                     if failed_at is None:
                         results[number] = value
-                    else:
-                        failures.append((failed_at, value))
-                        deadline = min(deadline, time.monotonic() + FAILURE_WINDOW)
+                        continue
+                    consequence = CONSEQUENCE.search(describe(value)) is not None
+                    failures.append((consequence, failed_at, number, value))
+                    window = CAUSE_WINDOW if consequence else FAILURE_WINDOW
+                    deadline = min(deadline, time.monotonic() + window)
         finally:
-            for process in running.values():
-                _end(process)
+            for number, process in running.items():
+                _end(process, workers[number].output)
     if failures:
-        raise min(failures, key=lambda failure: failure[0])[1]
+        raise min(failures)[-1]
     if running:
         late = ", ".join(workers[number].name for number in running)
         advice = "look for a skipped collective or a running thread, or pass a longer timeout"
@@ -321,69 +330,97 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
     return results
 
 
-def _start(worker: Worker, report: Path, parent_alive_fd: int) -> subprocess.Popen[bytes]:
+def _start(worker: Worker, report: Path) -> subprocess.Popen[bytes]:
     """Start the process of a worker, in a session of its own. It runs `_serve`."""
     path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores all others
-    own = (str(report), parent_alive_fd, os.getpid(), worker.device)
     boot = (
         f"import sys; sys.path, sys.argv[0] = {path}, {str(sys.argv[0])!r}; "
-        f"from {__name__} import _serve; _serve{own}"
+        f"from {__name__} import _serve; _serve({str(report)!r}, {worker.device!r})"
     )
+    # A pipe and not a file for the output: `echo > /dev/stderr` in a rank would empty the file.
+    captured = None if worker.output is None else subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-u", "-c", boot, *sys.argv[1:]],
         env=worker.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=worker.output,
-        stderr=worker.output,
-        pass_fds=[parent_alive_fd],
+        stdin=subprocess.PIPE,  # see _die_with_parent
+        stdout=captured,
+        stderr=captured and subprocess.STDOUT,
         start_new_session=True,
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
+def _read(process: subprocess.Popen[bytes], output: io.BytesIO | None) -> None:
+    """Read what a worker has written so far."""
+    if process.stdout and output:
+        os.set_blocking(process.stdout.fileno(), False)
+        output.write(process.stdout.read() or b"")
+
+
+def _end(process: subprocess.Popen[bytes], output: io.BytesIO | None) -> int:
     """Kill a worker, if it still runs, and what it has started; return its exit code.
 
     Call it once for each worker: later, its number may belong to another process.
     """
     with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
         os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
+    with process:  # it closes the pipes
+        code = process.wait()
+        _read(process, output)
+    return code
 
 
-def _outcome(name: str, code: int, report: Path) -> tuple[float | None, Any]:
-    """Return (None, the result) of a worker that has ended, or (time of the failure, exception)."""
-    if code != 0 or not report.exists():  # a worker that wrote its report exits with 0
-        names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
-        how = names.get(code, f"exited with code {code}")
-        hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
-        return DIED, RuntimeError(f"{name} {how}: {hint}")
-    failed_at, value = torch.load(report, weights_only=False)
-    return failed_at, value if failed_at is None else unpack_exception(value, name)
+def _outcome(name: str, code: int, seen_alive: float, report: Path) -> tuple[float | None, Any]:
+    """Return (None, the result) of a worker that has ended, or (time of the failure, exception).
+
+    Args:
+        name: The worker's name.
+        code: Its exit code.
+        seen_alive: When it was last seen alive: the time of a failure that it could not report.
+        report: The path of its report.
+    """
+    late = ""
+    if report.exists():
+        failed_at, value = torch.load(report, weights_only=False)
+        if failed_at is not None:
+            return failed_at, unpack_exception(value, name)
+        if code == 0:
+            return None, value
+        late = " after func had returned"
+    names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
+    how = names.get(code, f"exited with code {code}") + late
+    hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
+    return seen_alive, RuntimeError(f"{name} {how}: {hint}")
 
 
-def _serve(report: str, parent_alive_fd: int, parent: int, device: str) -> None:
+def _serve(report: str, device: str) -> None:
     """Do the job and write the report, in the new process.
 
     Args:
         report: The path of this worker's report. The job is in the same folder.
-        parent_alive_fd: A pipe whose other end only the parent holds, so it closes with the parent.
-        parent: The parent's process id.
         device: This worker's device, or "".
     """
-    _die_with_parent(parent_alive_fd, parent)
+    _die_with_parent()
     atexit.register(cleanup_ddp)  # it closes a group that func leaves open
-    if "PYTHONBREAKPOINT" not in os.environ:
-        sys.breakpointhook = _refuse_breakpoint
-    pid, failed_at = os.getpid(), None
+    pdb.set_trace = dist.breakpoint = _refuse_breakpoint  # breakpoint() calls pdb.set_trace
+    pid = os.getpid()
+
+    def write(packed: bytes) -> None:
+        if os.getpid() == pid:  # not in a child that func forked and that also got here
+            Path(report + ".part").write_bytes(packed)
+            Path(report + ".part").rename(report)  # so the report is complete if it exists
+
     try:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         job = Path(report).with_name("job")
-        func, args, kwargs, pass_device = torch.load(job, _to_own_gpu, weights_only=False)
-        _fill_main(func)
+        func, args, kwargs, pass_device, of_main = torch.load(job, _to_own_gpu, weights_only=False)
+        # Pickle looks up classes in `__main__`. Without __file__: with it, multiprocessing would
+        # run the caller's script again.
+        own = {n: v for n, v in of_main.__globals__.items() if not n.startswith("__")}
+        vars(sys.modules["__main__"]).update(own)
         if pass_device:
             args, kwargs = _with_device(torch.device(device), func, args, kwargs)
-        packed = _dumps("the result", (None, func(*args, **kwargs)))
+        write(_dumps("the result", (None, func(*args, **kwargs))))
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         failed_at = time.monotonic()
         if isinstance(error, SystemExit):  # raised in the parent, it would end that as well
@@ -391,28 +428,29 @@ def _serve(report: str, parent_alive_fd: int, parent: int, device: str) -> None:
             error, error.__cause__ = RuntimeError(message), error
         # By reference first, so that the parent gets its own class and its `except` matches.
         exception = pack_exception(error, (pickle.dumps, cloudpickle.dumps))
-        packed = _dumps("the exception", (failed_at, exception))
-    if os.getpid() == pid:  # not in a child that func forked and that also got here
-        Path(report).write_bytes(packed)
-    if failed_at is not None:
+        write(_dumps("the exception", (failed_at, exception)))
         os._exit(0)  # a normal exit might wait: for a thread, or for peers that wait for this rank
 
 
-def _die_with_parent(parent_alive_fd: int, parent: int) -> None:
-    """Let this process and its children be killed when the parent is gone."""
+def _die_with_parent() -> None:
+    """Let this process and its children be killed when the parent is gone, or its call has ended.
+
+    Nobody writes into the pipe that is our stdin until now: it closes with the parent.
+    """
+    parent, parent_alive = os.getppid(), os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # input() fails at once
     if sys.platform == "linux":
         import fcntl  # Windows has no fcntl, and doctor must still start there to report it
 
         # The kernel kills the process group when the pipe closes. This works even if the process
         # is stopped, or if C code holds the GIL so that no Python thread can check anything.
-        fcntl.fcntl(parent_alive_fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(parent_alive_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(parent_alive_fd, fcntl.F_SETFL, os.O_ASYNC)
+        fcntl.fcntl(parent_alive, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent_alive, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent_alive, fcntl.F_SETFL, os.O_ASYNC)
 
     def watch() -> None:
-        parent_alive = Connection(parent_alive_fd)
         # A process that the parent forked may keep the pipe open, so also look at the parent's id.
-        while os.getppid() == parent and not parent_alive.poll(0.5):
+        while os.getppid() == parent and not select.select([parent_alive], [], [], 0.5)[0]:
             pass
         os.killpg(0, signal.SIGKILL)
 
@@ -429,19 +467,6 @@ def _refuse_breakpoint(*_: Any, **__: Any) -> None:
 def _to_own_gpu(storage: Any, location: str) -> Any:
     """Move an argument from any GPU to the current one."""
     return storage.cuda() if location.startswith("cuda") else None
-
-
-def _fill_main(func: Any) -> None:
-    """Copy a `__main__` function's globals into this `__main__`, where pickle looks up classes."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    func = inspect.unwrap(func)
-    code = func if hasattr(func, "__globals__") else type(func).__call__
-    known = getattr(code, "__globals__", {})
-    if known.get("__name__") == "__main__":
-        # not __file__: with it, multiprocessing would run the caller's script again
-        own = {name: value for name, value in known.items() if not name.startswith("__")}
-        vars(sys.modules["__main__"]).update(own)
 
 
 def _with_device(device: torch.device, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
