@@ -22,7 +22,6 @@ import os
 import pdb
 import pickle
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -53,16 +52,6 @@ HOST = "127.0.0.1"
 CONSEQUENCE = re.compile("connection (was likely )?(closed|reset)|broken pipe|SIGABRT", re.I)
 FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be an earlier one
 CAUSE_WINDOW = 10.0  # the same if there are only consequences: their cause may take long to end
-
-
-@dataclass
-class Worker:
-    """A process to start."""
-
-    name: str
-    environment: dict[str, str]
-    device: str = ""  # with "", func chooses one
-    output: io.BytesIO | None = None  # gets stdout and stderr; None: they go where ours go
 
 
 def run_ranks(
@@ -276,6 +265,74 @@ def _environment(workers: int) -> dict[str, str]:
     return without_launch(os.environ) | {"OMP_NUM_THREADS": str(threads)}
 
 
+@dataclass
+class Worker:
+    """A process that does the job and writes a report: the result or the exception."""
+
+    name: str
+    environment: dict[str, str]
+    device: str = ""  # with "", func chooses one
+    output: io.BytesIO | None = None  # gets stdout and stderr; None: they go where ours go
+    result: Any = None
+
+    def start(self, report: Path) -> None:
+        """Start the process, in a session of its own. It runs `_serve`."""
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores all others
+        own = (str(report), os.getpid(), self.device)
+        boot = (
+            f"import sys; sys.path, sys.argv[0] = {path}, {str(sys.argv[0])!r}; "
+            f"from {__name__} import _serve; _serve{own}"
+        )
+        self.report = report
+        # A pipe and not a file: `echo > /dev/stderr` in a rank would empty the file.
+        captured = subprocess.PIPE if self.output else None
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", boot, *sys.argv[1:]],
+            env=self.environment,
+            stdin=subprocess.PIPE,  # see _die_with_parent
+            stdout=captured,
+            stderr=captured and subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def read_output(self) -> None:
+        """Read what the process has written so far."""
+        if self.process.stdout and self.output:
+            os.set_blocking(self.process.stdout.fileno(), False)
+            self.output.write(self.process.stdout.read() or b"")
+
+    def kill(self) -> int:
+        """Kill the process, if it still runs, and what it has started; return its exit code.
+
+        Call it once: later, its number may belong to another process.
+        """
+        with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with self.process:  # it closes the pipes
+            code = self.process.wait()
+            self.read_output()
+        return code
+
+    def end(self, seen_alive: float) -> tuple[float, BaseException] | None:
+        """Set the result of a process that has ended, or return its failure's time and exception.
+
+        Args:
+            seen_alive: When it was last seen alive: the time of a failure that it did not report.
+        """
+        code = self.kill()
+        names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
+        how = names.get(code, f"exited with code {code}")
+        if self.report.exists():
+            failed_at, self.result = torch.load(self.report, weights_only=False)
+            if failed_at is not None:
+                return failed_at, unpack_exception(self.result, self.name)
+            if code == 0:
+                return None
+            how += " after func had returned"
+        hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
+        return seen_alive, RuntimeError(f"{self.name} {how}: {hint}")
+
+
 def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list[Any]:
     """Start all workers and return their results, in order, when all have ended.
 
@@ -292,114 +349,48 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
     """
     deadline = time.monotonic() + (timeout.total_seconds() if timeout else math.inf)
     # cloudpickle gives all functions of `__main__` the same globals. Through this function, which
-    # does nothing else, the worker finds them.
+    # does nothing else, a worker finds them.
     of_main = FunctionType((lambda: None).__code__, vars(sys.modules["__main__"]))
     packed = _dumps("func or an argument", (*job, of_main))
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    results, failures = [None] * len(workers), []
+    running, failures = [], []
     with TemporaryDirectory() as folder:
         Path(folder, "job").write_bytes(packed)
         try:
-            for number, worker in enumerate(workers):
-                running[number] = _start(worker, Path(folder, str(number)))
+            for worker in workers:
+                worker.start(Path(folder, worker.name))
+                running.append(worker)
             while running and (seen_alive := time.monotonic()) < deadline:
                 time.sleep(0.02)
-                for number, process in [*running.items()]:
-                    name, output = workers[number].name, workers[number].output
-                    _read(process, output)
-                    if process.poll() is None:
-                        continue
-                    code, report = _end(running.pop(number), output), Path(folder, str(number))
-                    failed_at, value = _outcome(name, code, seen_alive, report)
-                    if failed_at is None:
-                        results[number] = value
-                        continue
-                    consequence = CONSEQUENCE.search(describe(value)) is not None
-                    failures.append((consequence, failed_at, number, value))
-                    window = CAUSE_WINDOW if consequence else FAILURE_WINDOW
-                    deadline = min(deadline, time.monotonic() + window)
+                for worker in running:
+                    worker.read_output()
+                for worker in [worker for worker in running if worker.process.poll() is not None]:
+                    running.remove(worker)
+                    if failure := worker.end(seen_alive):
+                        consequence = CONSEQUENCE.search(describe(failure[1])) is not None
+                        failures.append((consequence, *failure))
+                        window = CAUSE_WINDOW if consequence else FAILURE_WINDOW
+                        deadline = min(deadline, time.monotonic() + window)
         finally:
-            for number, process in running.items():
-                _end(process, workers[number].output)
+            for worker in running:
+                worker.kill()
     if failures:
-        raise min(failures)[-1]
+        raise min(failures, key=lambda failure: failure[:2])[-1]
     if running:
-        late = ", ".join(workers[number].name for number in running)
+        late = ", ".join(worker.name for worker in running)
         advice = "look for a skipped collective or a running thread, or pass a longer timeout"
         raise TimeoutError(f"{late} did not end within {timeout}: {advice}")
-    return results
+    return [worker.result for worker in workers]
 
 
-def _start(worker: Worker, report: Path) -> subprocess.Popen[bytes]:
-    """Start the process of a worker, in a session of its own. It runs `_serve`."""
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores all others
-    boot = (
-        f"import sys; sys.path, sys.argv[0] = {path}, {str(sys.argv[0])!r}; "
-        f"from {__name__} import _serve; _serve({str(report)!r}, {worker.device!r})"
-    )
-    # A pipe and not a file for the output: `echo > /dev/stderr` in a rank would empty the file.
-    captured = None if worker.output is None else subprocess.PIPE
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", boot, *sys.argv[1:]],
-        env=worker.environment,
-        stdin=subprocess.PIPE,  # see _die_with_parent
-        stdout=captured,
-        stderr=captured and subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def _read(process: subprocess.Popen[bytes], output: io.BytesIO | None) -> None:
-    """Read what a worker has written so far."""
-    if process.stdout and output:
-        os.set_blocking(process.stdout.fileno(), False)
-        output.write(process.stdout.read() or b"")
-
-
-def _end(process: subprocess.Popen[bytes], output: io.BytesIO | None) -> int:
-    """Kill a worker, if it still runs, and what it has started; return its exit code.
-
-    Call it once for each worker: later, its number may belong to another process.
-    """
-    with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
-        os.killpg(process.pid, signal.SIGKILL)
-    with process:  # it closes the pipes
-        code = process.wait()
-        _read(process, output)
-    return code
-
-
-def _outcome(name: str, code: int, seen_alive: float, report: Path) -> tuple[float | None, Any]:
-    """Return (None, the result) of a worker that has ended, or (time of the failure, exception).
-
-    Args:
-        name: The worker's name.
-        code: Its exit code.
-        seen_alive: When it was last seen alive: the time of a failure that it could not report.
-        report: The path of its report.
-    """
-    late = ""
-    if report.exists():
-        failed_at, value = torch.load(report, weights_only=False)
-        if failed_at is not None:
-            return failed_at, unpack_exception(value, name)
-        if code == 0:
-            return None, value
-        late = " after func had returned"
-    names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
-    how = names.get(code, f"exited with code {code}") + late
-    hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
-    return seen_alive, RuntimeError(f"{name} {how}: {hint}")
-
-
-def _serve(report: str, device: str) -> None:
+def _serve(report: str, parent: int, device: str) -> None:
     """Do the job and write the report, in the new process.
 
     Args:
         report: The path of this worker's report. The job is in the same folder.
+        parent: The parent's process id.
         device: This worker's device, or "".
     """
-    _die_with_parent()
+    _die_with_parent(parent)
     atexit.register(cleanup_ddp)  # it closes a group that func leaves open
     pdb.set_trace = dist.breakpoint = _refuse_breakpoint  # breakpoint() calls pdb.set_trace
     pid = os.getpid()
@@ -432,12 +423,12 @@ def _serve(report: str, device: str) -> None:
         os._exit(0)  # a normal exit might wait: for a thread, or for peers that wait for this rank
 
 
-def _die_with_parent() -> None:
-    """Let this process and its children be killed when the parent is gone, or its call has ended.
+def _die_with_parent(parent: int) -> None:
+    """Let this process and its children be killed when the parent is gone.
 
-    Nobody writes into the pipe that is our stdin until now: it closes with the parent.
+    Our stdin is a pipe into which the parent never writes. It closes when the parent dies.
     """
-    parent, parent_alive = os.getppid(), os.dup(0)
+    parent_alive = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # input() fails at once
     if sys.platform == "linux":
         import fcntl  # Windows has no fcntl, and doctor must still start there to report it
@@ -448,10 +439,9 @@ def _die_with_parent() -> None:
         fcntl.fcntl(parent_alive, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent_alive, fcntl.F_SETFL, os.O_ASYNC)
 
-    def watch() -> None:
-        # A process that the parent forked may keep the pipe open, so also look at the parent's id.
-        while os.getppid() == parent and not select.select([parent_alive], [], [], 0.5)[0]:
-            pass
+    def watch() -> None:  # for macOS, or if a process that the parent forked keeps the pipe open
+        while os.getppid() == parent:
+            time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
     Thread(target=watch, daemon=True).start()
