@@ -48,7 +48,8 @@ from .launch import available_cores, without_launch
 Function = Callable[..., Any]
 
 HOST = "127.0.0.1"
-# A rank whose peer has failed fails like this, so such a failure counts only if there is no other.
+# A rank that loses a failed peer fails like this (C++ may abort it), so such a failure is raised
+# only if there is no other.
 CONSEQUENCE = re.compile("connection (was likely )?(closed|reset)|broken pipe|SIGABRT", re.I)
 FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be an earlier one
 CAUSE_WINDOW = 10.0  # the same if there are only consequences: their cause may take long to end
@@ -76,9 +77,10 @@ def run_ranks(
         graph and `.grad`.
 
     Raises:
-        BaseException: The first exception of a rank, in its own type, with the rank and its
-            traceback as a note.
-        RuntimeError: If a rank was killed or exited. It names the rank and the signal or code.
+        BaseException: The first exception of a rank that is not the consequence of another rank's
+            failure, in its own type, with the rank and its traceback as a note.
+        RuntimeError: If a rank was killed or exited, even after `func` had returned. It names the
+            rank and the signal or code.
         TimeoutError: If ranks have not ended in time. It names them.
         TypeError: If `func`, an argument or a result cannot be pickled, or if `timeout` is not a
             timedelta above 0.
@@ -339,12 +341,13 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
     If a worker fails, the time is up or the caller is interrupted, those that still run are killed.
 
     Args:
-        workers: How to start each worker.
+        workers: The workers, which have not started yet.
         job: `(func, args, kwargs, pass_device)`.
         timeout: How long all of it may take (None: no limit).
 
     Raises:
-        BaseException: The first error; if a worker died, a RuntimeError that names it.
+        BaseException: The first failure that is not the consequence of another one; if a worker
+            died, a RuntimeError that names it.
         TimeoutError: If workers have not ended in time. It names them.
     """
     deadline = time.monotonic() + (timeout.total_seconds() if timeout else math.inf)
@@ -426,10 +429,10 @@ def _serve(report: str, parent: int, device: str) -> None:
 def _die_with_parent(parent: int) -> None:
     """Let this process and its children be killed when the parent is gone.
 
-    Our stdin is a pipe into which the parent never writes. It closes when the parent dies.
+    Until now, stdin is a pipe into which the parent never writes. It closes when the parent dies.
     """
     parent_alive = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # input() fails at once
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # with the pipe, input() would wait
     if sys.platform == "linux":
         import fcntl  # Windows has no fcntl, and doctor must still start there to report it
 
