@@ -220,8 +220,8 @@ spread-of-one-rank
 children-left-behind
     What a rank or a worker has started outlives it.
     workers.py | tests/test_run_ranks.py -k leaves_behind
-    - os.killpg(process.pid, signal.SIGKILL)
-    + os.kill(process.pid, signal.SIGKILL)
+    - os.killpg(self.process.pid, signal.SIGKILL)
+    + os.kill(self.process.pid, signal.SIGKILL)
 saved-though-not-finite
     A checkpoint is written although a weight is not finite.
     handler.py | tests/test_handler.py -k not_finite_are_not_saved

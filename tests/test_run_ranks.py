@@ -1,6 +1,9 @@
 """run_ranks: results and output in rank order, the first failure, and no process left behind."""
 
+import atexit
 import os
+import pdb
+import resource
 import signal
 import subprocess
 import sys
@@ -54,7 +57,7 @@ def test_output_of_ranks_and_their_children_is_printed_in_rank_order(capfd):
         time.sleep(0.2 * (2 - int(os.environ["RANK"])))  # the last rank is the first to write
         print("one é")
         os.write(2, b"two\n")
-        os.system("echo three; echo four >&2")
+        os.system("echo three; echo four > /dev/stderr")  # this would empty a file
         sys.stdout.write("no newline")
 
     assert run_ranks(talk, nproc=2, timeout=LIMIT) == [None, None]
@@ -98,6 +101,7 @@ FAULTS = {
         RuntimeError,
         "rank {} was killed by SIGKILL: did it run",
     ),
+    "SIGABRT": (os.abort, RuntimeError, "rank {} was killed by SIGABRT: look at its output"),
     "_exit": (lambda: os._exit(3), RuntimeError, "rank {} exited with code 3: look at its"),
     "sys.exit": (lambda: sys.exit(0), RuntimeError, "sys.exit(0) was called: return or"),
 }
@@ -105,7 +109,7 @@ FAULTS = {
 
 @pytest.mark.parametrize(("rank", "kind"), [(n % 2, kind) for n, kind in enumerate(FAULTS)])
 def test_the_first_failure_is_raised_with_its_type_and_rank(rank, kind, capfd, monkeypatch):
-    """The failure of a rank that died counts as the first."""
+    """Not the failure of its peer, whose connection is closed."""
     monkeypatch.setattr(workers, "FAILURE_WINDOW", 20)  # wait for both, on any machine
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # all output is shown even without it
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
@@ -152,6 +156,64 @@ def test_the_earliest_failure_is_raised_although_its_report_comes_last(tmp_path,
         run_ranks(work, timeout=LIMIT)
 
 
+def test_a_closed_connection_does_not_hide_its_cause_that_is_reported_later():
+    def work():
+        rank = initialize_ddp().rank
+        try:
+            if rank == 0:
+                dist.barrier()
+            raise KeyError
+        finally:
+            dist.destroy_process_group()  # now the other rank's connection is closed
+            time.sleep(2 * rank)
+
+    with pytest.raises(KeyError):
+        run_ranks(work, timeout=LIMIT)
+
+
+def test_an_abort_does_not_hide_its_cause_that_is_reported_later(tmp_path):
+    """C++ aborts a rank when it loses its peers at a bad moment."""
+    aborted = tmp_path / "rank 0 has aborted"
+
+    def work():
+        if os.environ["RANK"] == "0":
+            aborted.touch()
+            os.abort()
+        while not aborted.exists():
+            time.sleep(0.05)
+        time.sleep(1)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        run_ranks(work, timeout=LIMIT)
+
+
+def test_an_exit_that_fails_is_an_error_but_hides_no_exception():
+    def work(fails):
+        atexit.register(os._exit, 3)
+        if fails:
+            os._exit = lambda _: signal.raise_signal(signal.SIGKILL)
+            raise KeyError
+
+    with pytest.raises(RuntimeError, match="rank 0 exited with code 3 after func had returned: "):
+        run_ranks(work, False, nproc=1, timeout=LIMIT)
+    with pytest.raises(KeyError):
+        run_ranks(work, True, nproc=1, timeout=LIMIT)
+
+
+def test_a_report_that_cannot_be_written_says_why(capfd):
+    def work(largest_file, fails):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        return {}["key"] if fails else bytes(10**6)
+
+    with pytest.raises(OSError, match="File too large"):
+        run_ranks(work, 10**5, False, nproc=1, timeout=LIMIT)
+    with pytest.raises(RuntimeError, match="exited with code 1: look at its output"):
+        run_ranks(work, 0, True, nproc=1, timeout=LIMIT)
+    output = capfd.readouterr().out
+    assert "[rank 0] KeyError: 'key'" in output and "OSError: [Errno 27] File too large" in output
+
+
 def test_a_failure_is_raised_at_once_although_a_thread_of_the_rank_still_runs():
     def work():
         Thread(target=time.sleep, args=(1000,)).start()
@@ -195,9 +257,11 @@ def test_a_process_that_a_rank_forks_and_that_returns_as_well_reports_nothing():
     assert run_ranks(work, timeout=LIMIT) == [("0", False), ("1", False)]
 
 
-def test_breakpoint_says_how_to_debug_instead():
+@pytest.mark.parametrize("debug", [breakpoint, lambda: pdb.set_trace(), dist.breakpoint])
+def test_breakpoint_says_how_to_debug_instead(debug, monkeypatch):
+    monkeypatch.setenv("PYTHONBREAKPOINT", "")  # the same as unset
     with pytest.raises(RuntimeError, match=r"needs a terminal.* start it with torchrun") as caught:
-        run_ranks(lambda: breakpoint(), nproc=1, timeout=LIMIT)
+        run_ranks(debug, nproc=1, timeout=LIMIT)
     assert "\n" not in str(caught.value)
 
 

@@ -19,45 +19,40 @@ import inspect
 import io
 import math
 import os
+import pdb
 import pickle
+import re
 import signal
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
+from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import IO, Any
+from types import FunctionType
+from typing import Any
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
-from .decorators import pack_exception, unpack_exception
+from .decorators import describe, pack_exception, unpack_exception
 from .initialize import cleanup_ddp
 from .launch import available_cores, without_launch
 
 Function = Callable[..., Any]
 
 HOST = "127.0.0.1"
-FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be the real cause
-DIED = 0.0  # the failure time of a dead worker: sorts before every exception
-
-
-@dataclass
-class Worker:
-    """A process to start."""
-
-    name: str
-    environment: dict[str, str]
-    device: str = ""  # with "", func chooses one
-    output: IO[bytes] | None = None  # gets stdout and stderr; None: they go where ours go
+# A rank that loses a failed peer fails like this (C++ may abort it), so such a failure is raised
+# only if there is no other.
+CONSEQUENCE = re.compile("connection (was likely )?(closed|reset)|broken pipe|SIGABRT", re.I)
+FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be an earlier one
+CAUSE_WINDOW = 10.0  # the same if there are only consequences: their cause may take long to end
 
 
 def run_ranks(
@@ -82,9 +77,10 @@ def run_ranks(
         graph and `.grad`.
 
     Raises:
-        BaseException: The first exception of a rank, in its own type, with the rank and its
-            traceback as a note.
-        RuntimeError: If a rank was killed or exited. It names the rank and the signal or code.
+        BaseException: The first exception of a rank that is not the consequence of another rank's
+            failure, in its own type, with the rank and its traceback as a note.
+        RuntimeError: If a rank was killed or exited, even after `func` had returned. It names the
+            rank and the signal or code.
         TimeoutError: If ranks have not ended in time. It names them.
         TypeError: If `func`, an argument or a result cannot be pickled, or if `timeout` is not a
             timedelta above 0.
@@ -97,14 +93,15 @@ def run_ranks(
     # This process hosts the store, on a free port, and the ranks join it as under torchrun. So
     # several runs at once do not clash.
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    with ExitStack() as stack:
-        outputs = [stack.enter_context(TemporaryFile()) for _ in range(nproc)]
-        stack.callback(_print, outputs)
-        ranks = [
-            Worker(f"rank {rank}", _rank_environment(rank, nproc, store.port), output=output)
-            for rank, output in enumerate(outputs)
-        ]
+    outputs = [io.BytesIO() for _ in range(nproc)]
+    ranks = [
+        Worker(f"rank {rank}", _rank_environment(rank, nproc, store.port), output=output)
+        for rank, output in enumerate(outputs)
+    ]
+    try:
         return _run_all(ranks, (func, args, kwargs, False), timeout)
+    finally:
+        _print(outputs)
 
 
 def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
@@ -118,7 +115,7 @@ def _rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     return _environment(nproc) | dict(item.split("=") for item in variables.split())
 
 
-def _print(outputs: Iterable[IO[bytes]]) -> None:
+def _print(outputs: list[io.BytesIO]) -> None:
     try:
         for rank, output in enumerate(outputs):
             output.seek(0)
@@ -270,120 +267,154 @@ def _environment(workers: int) -> dict[str, str]:
     return without_launch(os.environ) | {"OMP_NUM_THREADS": str(threads)}
 
 
+@dataclass
+class Worker:
+    """A process that does the job and writes a report: the result or the exception."""
+
+    name: str
+    environment: dict[str, str]
+    device: str = ""  # with "", func chooses one
+    output: io.BytesIO | None = None  # gets stdout and stderr; None: they go where ours go
+    result: Any = None
+
+    def start(self, report: Path) -> None:
+        """Start the process, in a session of its own. It runs `_serve`."""
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores all others
+        own = (str(report), os.getpid(), self.device)
+        boot = (
+            f"import sys; sys.path, sys.argv[0] = {path}, {str(sys.argv[0])!r}; "
+            f"from {__name__} import _serve; _serve{own}"
+        )
+        self.report = report
+        # A pipe and not a file: `echo > /dev/stderr` in a rank would empty the file.
+        captured = subprocess.PIPE if self.output else None
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-c", boot, *sys.argv[1:]],
+            env=self.environment,
+            stdin=subprocess.PIPE,  # see _die_with_parent
+            stdout=captured,
+            stderr=captured and subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def read_output(self) -> None:
+        """Read what the process has written so far."""
+        if self.process.stdout and self.output:
+            os.set_blocking(self.process.stdout.fileno(), False)
+            self.output.write(self.process.stdout.read() or b"")
+
+    def kill(self) -> int:
+        """Kill the process, if it still runs, and what it has started; return its exit code.
+
+        Call it once: later, its number may belong to another process.
+        """
+        with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with self.process:  # it closes the pipes
+            code = self.process.wait()
+            self.read_output()
+        return code
+
+    def end(self, seen_alive: float) -> tuple[float, BaseException] | None:
+        """Set the result of a process that has ended, or return its failure's time and exception.
+
+        Args:
+            seen_alive: When it was last seen alive: the time of a failure that it did not report.
+        """
+        code = self.kill()
+        names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
+        how = names.get(code, f"exited with code {code}")
+        if self.report.exists():
+            failed_at, self.result = torch.load(self.report, weights_only=False)
+            if failed_at is not None:
+                return failed_at, unpack_exception(self.result, self.name)
+            if code == 0:
+                return None
+            how += " after func had returned"
+        hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
+        return seen_alive, RuntimeError(f"{self.name} {how}: {hint}")
+
+
 def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list[Any]:
     """Start all workers and return their results, in order, when all have ended.
 
     If a worker fails, the time is up or the caller is interrupted, those that still run are killed.
 
     Args:
-        workers: How to start each worker.
+        workers: The workers, which have not started yet.
         job: `(func, args, kwargs, pass_device)`.
         timeout: How long all of it may take (None: no limit).
 
     Raises:
-        BaseException: The first error; if a worker died, a RuntimeError that names it.
+        BaseException: The first failure that is not the consequence of another one; if a worker
+            died, a RuntimeError that names it.
         TimeoutError: If workers have not ended in time. It names them.
     """
     deadline = time.monotonic() + (timeout.total_seconds() if timeout else math.inf)
-    packed = _dumps("func or an argument", job)
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    results, failures = [None] * len(workers), []
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        (folder / "job").write_bytes(packed)
+    # cloudpickle gives all functions of `__main__` the same globals. Through this function, which
+    # does nothing else, a worker finds them.
+    of_main = FunctionType((lambda: None).__code__, vars(sys.modules["__main__"]))
+    packed = _dumps("func or an argument", (*job, of_main))
+    running, failures = [], []
+    with TemporaryDirectory() as folder:
+        Path(folder, "job").write_bytes(packed)
         try:
-            for number, worker in enumerate(workers):
-                # Nobody writes into this pipe. The worker dies when it closes: when this process
-                # dies or this call ends, even if Ctrl-C comes before `_start` returns.
-                parent_alive, ours = Pipe(duplex=False)
-                stack.enter_context(ours)
-                with parent_alive:
-                    running[number] = _start(worker, folder / str(number), parent_alive.fileno())
-            while running and time.monotonic() < deadline:
+            for worker in workers:
+                worker.start(Path(folder, worker.name))
+                running.append(worker)
+            while running and (seen_alive := time.monotonic()) < deadline:
                 time.sleep(0.02)
-                for number in [n for n, process in running.items() if process.poll() is not None]:
-                    code, name = _end(running.pop(number)), workers[number].name
-                    failed_at, value = _outcome(name, code, folder / str(number))
-                    if failed_at is None:
-                        results[number] = value
-                    else:
-                        failures.append((failed_at, value))
-                        deadline = min(deadline, time.monotonic() + FAILURE_WINDOW)
+                for worker in running:
+                    worker.read_output()
+                for worker in [worker for worker in running if worker.process.poll() is not None]:
+                    running.remove(worker)
+                    if failure := worker.end(seen_alive):
+                        consequence = CONSEQUENCE.search(describe(failure[1])) is not None
+                        failures.append((consequence, *failure))
+                        window = CAUSE_WINDOW if consequence else FAILURE_WINDOW
+                        deadline = min(deadline, time.monotonic() + window)
         finally:
-            for process in running.values():
-                _end(process)
+            for worker in running:
+                worker.kill()
     if failures:
-        raise min(failures, key=lambda failure: failure[0])[1]
+        raise min(failures, key=lambda failure: failure[:2])[-1]
     if running:
-        late = ", ".join(workers[number].name for number in running)
+        late = ", ".join(worker.name for worker in running)
         advice = "look for a skipped collective or a running thread, or pass a longer timeout"
         raise TimeoutError(f"{late} did not end within {timeout}: {advice}")
-    return results
+    return [worker.result for worker in workers]
 
 
-def _start(worker: Worker, report: Path, parent_alive_fd: int) -> subprocess.Popen[bytes]:
-    """Start the process of a worker, in a session of its own. It runs `_serve`."""
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # Python ignores all others
-    own = (str(report), parent_alive_fd, os.getpid(), worker.device)
-    boot = (
-        f"import sys; sys.path, sys.argv[0] = {path}, {str(sys.argv[0])!r}; "
-        f"from {__name__} import _serve; _serve{own}"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-u", "-c", boot, *sys.argv[1:]],
-        env=worker.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=worker.output,
-        stderr=worker.output,
-        pass_fds=[parent_alive_fd],
-        start_new_session=True,
-    )
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill a worker, if it still runs, and what it has started; return its exit code.
-
-    Call it once for each worker: later, its number may belong to another process.
-    """
-    with suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a zombie
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
-
-
-def _outcome(name: str, code: int, report: Path) -> tuple[float | None, Any]:
-    """Return (None, the result) of a worker that has ended, or (time of the failure, exception)."""
-    if code != 0 or not report.exists():  # a worker that wrote its report exits with 0
-        names = {-number.value: f"was killed by {number.name}" for number in signal.Signals}
-        how = names.get(code, f"exited with code {code}")
-        hint = "did it run out of memory?" if code == -signal.SIGKILL else "look at its output"
-        return DIED, RuntimeError(f"{name} {how}: {hint}")
-    failed_at, value = torch.load(report, weights_only=False)
-    return failed_at, value if failed_at is None else unpack_exception(value, name)
-
-
-def _serve(report: str, parent_alive_fd: int, parent: int, device: str) -> None:
+def _serve(report: str, parent: int, device: str) -> None:
     """Do the job and write the report, in the new process.
 
     Args:
         report: The path of this worker's report. The job is in the same folder.
-        parent_alive_fd: A pipe whose other end only the parent holds, so it closes with the parent.
         parent: The parent's process id.
         device: This worker's device, or "".
     """
-    _die_with_parent(parent_alive_fd, parent)
+    _die_with_parent(parent)
     atexit.register(cleanup_ddp)  # it closes a group that func leaves open
-    if "PYTHONBREAKPOINT" not in os.environ:
-        sys.breakpointhook = _refuse_breakpoint
-    pid, failed_at = os.getpid(), None
+    pdb.set_trace = dist.breakpoint = _refuse_breakpoint  # breakpoint() calls pdb.set_trace
+    pid = os.getpid()
+
+    def write(packed: bytes) -> None:
+        if os.getpid() == pid:  # not in a child that func forked and that also got here
+            Path(report + ".part").write_bytes(packed)
+            Path(report + ".part").rename(report)  # so the report is complete if it exists
+
     try:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
         job = Path(report).with_name("job")
-        func, args, kwargs, pass_device = torch.load(job, _to_own_gpu, weights_only=False)
-        _fill_main(func)
+        func, args, kwargs, pass_device, of_main = torch.load(job, _to_own_gpu, weights_only=False)
+        # Pickle looks up classes in `__main__`. Without __file__: with it, multiprocessing would
+        # run the caller's script again.
+        own = {n: v for n, v in of_main.__globals__.items() if not n.startswith("__")}
+        vars(sys.modules["__main__"]).update(own)
         if pass_device:
             args, kwargs = _with_device(torch.device(device), func, args, kwargs)
-        packed = _dumps("the result", (None, func(*args, **kwargs)))
+        write(_dumps("the result", (None, func(*args, **kwargs))))
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         failed_at = time.monotonic()
         if isinstance(error, SystemExit):  # raised in the parent, it would end that as well
@@ -391,29 +422,29 @@ def _serve(report: str, parent_alive_fd: int, parent: int, device: str) -> None:
             error, error.__cause__ = RuntimeError(message), error
         # By reference first, so that the parent gets its own class and its `except` matches.
         exception = pack_exception(error, (pickle.dumps, cloudpickle.dumps))
-        packed = _dumps("the exception", (failed_at, exception))
-    if os.getpid() == pid:  # not in a child that func forked and that also got here
-        Path(report).write_bytes(packed)
-    if failed_at is not None:
+        write(_dumps("the exception", (failed_at, exception)))
         os._exit(0)  # a normal exit might wait: for a thread, or for peers that wait for this rank
 
 
-def _die_with_parent(parent_alive_fd: int, parent: int) -> None:
-    """Let this process and its children be killed when the parent is gone."""
+def _die_with_parent(parent: int) -> None:
+    """Let this process and its children be killed when the parent is gone.
+
+    Until now, stdin is a pipe into which the parent never writes. It closes when the parent dies.
+    """
+    parent_alive = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # with the pipe, input() would wait
     if sys.platform == "linux":
         import fcntl  # Windows has no fcntl, and doctor must still start there to report it
 
         # The kernel kills the process group when the pipe closes. This works even if the process
         # is stopped, or if C code holds the GIL so that no Python thread can check anything.
-        fcntl.fcntl(parent_alive_fd, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(parent_alive_fd, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(parent_alive_fd, fcntl.F_SETFL, os.O_ASYNC)
+        fcntl.fcntl(parent_alive, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(parent_alive, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent_alive, fcntl.F_SETFL, os.O_ASYNC)
 
-    def watch() -> None:
-        parent_alive = Connection(parent_alive_fd)
-        # A process that the parent forked may keep the pipe open, so also look at the parent's id.
-        while os.getppid() == parent and not parent_alive.poll(0.5):
-            pass
+    def watch() -> None:  # for macOS, or if a process that the parent forked keeps the pipe open
+        while os.getppid() == parent:
+            time.sleep(0.5)
         os.killpg(0, signal.SIGKILL)
 
     Thread(target=watch, daemon=True).start()
@@ -429,19 +460,6 @@ def _refuse_breakpoint(*_: Any, **__: Any) -> None:
 def _to_own_gpu(storage: Any, location: str) -> Any:
     """Move an argument from any GPU to the current one."""
     return storage.cuda() if location.startswith("cuda") else None
-
-
-def _fill_main(func: Any) -> None:
-    """Copy a `__main__` function's globals into this `__main__`, where pickle looks up classes."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    func = inspect.unwrap(func)
-    code = func if hasattr(func, "__globals__") else type(func).__call__
-    known = getattr(code, "__globals__", {})
-    if known.get("__name__") == "__main__":
-        # not __file__: with it, multiprocessing would run the caller's script again
-        own = {name: value for name, value in known.items() if not name.startswith("__")}
-        vars(sys.modules["__main__"]).update(own)
 
 
 def _with_device(device: torch.device, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
