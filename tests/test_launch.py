@@ -84,7 +84,8 @@ ONE_BY_MPI = {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}
     "environ",
     [
         *({}, BATCH, INTERACTIVE, LSF, PBS),
-        *({"MASTER_PORT": "1"}, LINK, LINK | BATCH),
+        {"JOB_COMPLETION_INDEX": "1"},  # a pod of an Indexed Job or JobSet, documented
+        *({"MASTER_PORT": "1"}, LINK),
         BATCH | {"NNODES": "2"},  # exported for the steps of the sbatch script
         INTERACTIVE | {"PMIX_RANK": "0"},  # srun --mpi=pmix --ntasks=1
         ONE_BY_MPI,
@@ -174,7 +175,8 @@ def test_one_of_several_processes_does_not_run_alone(environ, sign, options):
     assert detect_launch(left).launcher == "none"
 
 
-ONE = ["1", "01", "1 ", "1:1", "gpu", "cpu", "auto", '["algo-1"]', '{"cluster": {"w": ["n1:1"]}}']
+SPEC = '{"cluster": {"worker": ["n1:1"]}, "task": {"type": "worker", "index": 5}}'
+ONE = ["1", "01", "1 ", "1:1", "gpu", "cpu", "auto", '["algo-1"]', SPEC]
 
 
 @pytest.mark.parametrize("number", ONE)
@@ -242,11 +244,7 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
         ({}, {"world_size": 2}, "rank=None and world_size=2"),
         ({}, {"rank": 0, "world_size": 2, "master_addr": "a"}, "^MASTER_PORT not set"),
         ({}, {"rank": -1, "world_size": 1}, "rank=-1"),
-        (
-            MASTER | LINK | {"RANK": "0", "WORLD_SIZE": "2"},
-            {},
-            "tcp://10.0.0.1:29500 is the address",
-        ),
+        (POD | LINK, {}, "integer, not 'tcp://10.0.0.1:29500' .set by .* service called master.$"),
         (BATCH | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, {}, f"^{NEEDED} not set"),
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, {}, "WORLD_SIZE must be an integer, not '2.0'"),
