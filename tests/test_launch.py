@@ -112,7 +112,7 @@ KUBEFLOW = {
 SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 POD = {"RANK": "1", "WORLD_SIZE": "2"} | MASTER
 ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
-TF_CONFIG = '{"cluster": {"chief": ["n1:1"], "worker": ["n2:1"]}, "task": {"index": 0}}'
+TF_CONFIG = '{"cluster": {"chief": ["n1:1"],\n "worker": ["n2:1"]}, "task": {"index": 0}}'
 PER_NODE = "--nnodes=NODES --rdzv-backend=c10d --rdzv-endpoint=HOST"
 
 
@@ -200,6 +200,8 @@ def test_precedence_of_the_launchers():
     assert detect_launch(STEP | {"PMI_SIZE": "3", "PMI_RANK": "2"}).launcher == "slurm"
     assert detect_launch(STEP | {"PMIX_RANK": "2"}).launcher == "slurm"
     assert detect_launch(STEP | TORCHRUN).launcher == "torchrun"  # srun torchrun
+    alone = ALONE | {"TORCHELASTIC_RUN_ID": "7f"}  # torchrun itself started one process
+    assert detect_launch(alone | SSH | STEP).world_size == 1
     chosen = detect_launch(STEP | TORCHRUN, rank=3, world_size=7)
     assert (chosen.launcher, chosen.rank, chosen.world_size) == ("arguments", 3, 7)
     assert chosen.local_rank is None  # TORCHRUN's is of 8 ranks
