@@ -175,8 +175,8 @@ local-ranks-not-counted
 alone-in-silence
     One of several nodes of a platform trains alone.
     launch.py | tests/test_launch.py -k does_not_run_alone
-    - if nodes != "1" and
-    + if nodes == "0" and
+    - (*NODES, *SIZES), 2)
+    + SIZES, 2)
 lowest-loss-too-early
     The dot on the lowest loss has the wrong epoch if validation began after the first epoch.
     extras/figures.py | tests/test_run_folder.py -k began_late

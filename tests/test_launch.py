@@ -10,6 +10,7 @@ from harness import run
 from ddp_ref.launch import (
     MASTER_NAMES,
     NODES,
+    SIZES,
     LaunchInfo,
     available_cores,
     cores_per_rank,
@@ -72,7 +73,28 @@ def test_a_job_has_a_name_that_tells_its_ranks_from_those_of_another_job():
     assert detect_launch({}, rank=0, world_size=2, master_addr="a", master_port=1).job == ""
 
 
-@pytest.mark.parametrize("environ", [{}, BATCH, INTERACTIVE, {"MASTER_PORT": "1"} | BATCH])
+# Other allocations, as in the body of a batch script.
+LSF = {"LSB_DJOB_NUMPROC": "4", "LSB_MCPU_HOSTS": "n1 2 n2 2"}
+PBS = {"PBS_NODEFILE": "/var/spool/aux/5", "PBS_NODENUM": "0", "PBS_TASKNUM": "1"}
+LINK = {"MASTER_PORT": "tcp://10.0.0.1:29500"}  # in a pod, next to a service called master
+ONE_BY_MPI = {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        *({}, BATCH, INTERACTIVE, LSF, PBS),
+        {"JOB_COMPLETION_INDEX": "1"},  # a pod of an Indexed Job or JobSet, documented
+        *({"MASTER_PORT": "1"}, LINK),
+        BATCH | {"NNODES": "2"},  # exported for the steps of the sbatch script
+        INTERACTIVE | {"PMIX_RANK": "0"},  # srun --mpi=pmix --ntasks=1
+        ONE_BY_MPI,
+        STEP | ONE_BY_MPI,  # the step's tasks are mpirun's daemons
+        PBS | ONE_BY_MPI | {"PBS_NODENUM": "1"},
+        LSF | ONE_BY_MPI | {"LSF_PM_TASKID": "2"},
+        {"PALS_RANKID": "0", "PMI_SIZE": "1"},
+    ],
+)
 def test_one_process(environ):
     info = detect_launch(environ)
     assert (info.launcher, info.rank, info.local_rank, info.world_size) == ("none", 0, 0, 1)
@@ -89,30 +111,53 @@ KUBEFLOW = {
 }
 SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 POD = {"RANK": "1", "WORLD_SIZE": "2"} | MASTER
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"}
+TF_CONFIG = '{"cluster": {"chief": ["n1:1"],\n "worker": ["n2:1"]}, "task": {"index": 0}}'
 PER_NODE = "--nnodes=NODES --rdzv-backend=c10d --rdzv-endpoint=HOST"
 
 
 @pytest.mark.parametrize(
     ("environ", "sign", "options"),
     [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2", PER_NODE),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"} | MASTER, "PMI_SIZE=2", PER_NODE),
         ({"MV2_COMM_WORLD_SIZE": "2"} | BATCH, "MV2_COMM_WORLD_SIZE=2", PER_NODE),
         # The daemons of mpirun are the tasks of the step.
-        (STEP | {"OMPI_COMM_WORLD_SIZE": "6"}, "OMPI_COMM_WORLD_SIZE=6", PER_NODE),
+        (STEP | {"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_SIZE=3", PER_NODE),
+        (STEP | {"PMI_SIZE": "6"}, "PMI_SIZE=6, SLURM_STEP_NUM_TASKS=3, SLURM_PROCID=2", PER_NODE),
         (BATCH | {"SLURM_PROCID": "2", "PMI_SIZE": "4"}, "PMI_SIZE=4, SLURM_PROCID=2", PER_NODE),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE=2", PER_NODE),
+        ({"TF_CONFIG": TF_CONFIG}, "TF_CONFIG={.*", PER_NODE),
+        ({"CLUSTER_SPEC": TF_CONFIG}, "CLUSTER_SPEC={.*", PER_NODE),
+        (LSF | {"LSF_PM_TASKID": "1"}, "LSF_PM_TASKID=1", PER_NODE),  # blaunch counts from 1
+        (PBS | {"PBS_TASKNUM": "2"}, "PBS_TASKNUM=2", PER_NODE),  # pbsdsh; the script is task 1
+        (PBS | {"PBS_NODENUM": "1"}, "PBS_NODENUM=1", PER_NODE),
         ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1"}, "FLUX_JOB_SIZE=2", PER_NODE),
         ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "1"}, "JSM_NAMESPACE_SIZE=2", PER_NODE),
         ({"PALS_RANKID": "0", "PALS_NODEID": "0"}, "PALS_RANKID=0", PER_NODE),
         ({"PMIX_RANK": "0"}, "PMIX_RANK=0", PER_NODE),
-        (KUBEFLOW, "PET_NNODES=2", "--nnodes=2 --node-rank=$PET_NODE_RANK --master-addr=$PET_MAS"),
+        (INTERACTIVE | {"PMIX_RANK": "1"}, "PMIX_RANK=1", PER_NODE),
+        (
+            KUBEFLOW,
+            "PET_NNODES=2, PET_NODE_RANK=1",
+            "--nnodes=2 --node-rank=$PET_NODE_RANK --master-addr=$PET_MAS",
+        ),
         ({"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8", PER_NODE),
         (SAGEMAKER, "SM_HOSTS=.*", "--nnodes=2 --node-rank=$((${SM_CURRENT_HOST#algo-} - 1)) "),
-        (SSH, "NNODES=2", "--nnodes=2 --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR"),
-        (POD | {"NPROC_PER_NODE": "8"}, "NPROC_PER_NODE=8", "--nnodes=2 --node-rank=$RANK "),
-        (POD | {"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8", "--node-rank=$RANK "),
+        (SSH, "NNODES=2, NODE_RANK=1", "--nnodes=2 --node-rank=$NODE_RANK --master-addr=$MASTER_"),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1", PER_NODE),
+        # One `srun --ntasks=1` per node, in a loop.
+        (INTERACTIVE | SSH, "NNODES=2, NODE_RANK=1", "--nnodes=2 --node-rank=$NODE_RANK "),
+        (BATCH | {"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES=2", "--nnodes=2 "),
+        (POD | {"NPROC_PER_NODE": "8"}, "NPROC_PER_NODE=8, WORLD_SIZE=2", "=2 --node-rank=$RANK "),
+        (POD | {"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8, WORLD_SIZE=2", "-rank=$RANK "),
+        # RANK and WORLD_SIZE are left over from a shell.
+        (ALONE | {"PMI_SIZE": "2"}, "PMI_SIZE=2, WORLD_SIZE=1", PER_NODE),
+        (ALONE | STEP, "SLURM_STEP_NUM_TASKS=3, SLURM_PROCID=2, WORLD_SIZE=1", PER_NODE),
         ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES=2", "--node-rank=$SKYPILOT_NODE_RANK "),
         ({"DSTACK_NODES_NUM": "2"}, "DSTACK_NODES_NUM=2", "--master-addr=$DSTACK_MASTER_NODE_IP"),
         ({"LWS_GROUP_SIZE": "2"}, "LWS_GROUP_SIZE=2", "--master-addr=$LWS_LEADER_ADDRESS"),
+        ({"PET_NNODES": "1:2"}, "PET_NNODES=1:2", "--nnodes=2 "),
     ],
 )
 def test_one_of_several_processes_does_not_run_alone(environ, sign, options):
@@ -121,7 +166,7 @@ def test_one_of_several_processes_does_not_run_alone(environ, sign, options):
         detect_launch(environ)
     command = str(caught.value).split("`")[1]
     assert command.startswith("torchrun --nproc-per-node=gpu ") and options in command
-    assert str(caught.value).endswith("pass use_distributed=False to run alone")
+    assert str(caught.value).endswith("use_distributed=False to run alone")
     passed = {"rank": 0, "world_size": 2, "master_addr": "n1", "master_port": 1}
     assert detect_launch(environ, **passed).rank == 0
     assert detect_launch(environ | TORCHRUN).launcher == "torchrun"  # as that command starts it
@@ -130,12 +175,18 @@ def test_one_of_several_processes_does_not_run_alone(environ, sign, options):
     assert detect_launch(left).launcher == "none"
 
 
-@pytest.mark.parametrize("environ", [dict.fromkeys(NODES, "1"), {"SM_HOSTS": '["algo-1"]'}])
-def test_one_node_of_a_platform_is_one_process(environ):
-    assert detect_launch(environ).launcher == "none"
-    assert detect_launch(environ | {"PMIX_RANK": "0", "PMI_SIZE": "1"}).launcher == "none"
-    assert detect_launch(BATCH | {"NNODES": "2"}).launcher == "none"  # the body of an sbatch script
-    assert detect_launch(STEP | {"NNODES": "2"}).launcher == "slurm"
+SPEC = '{"cluster": {"worker": ["n1:1"]}, "task": {"type": "worker", "index": 5}}'
+ONE = ["1", "01", "1 ", "1:1", "gpu", "cpu", "auto", '["algo-1"]', SPEC]
+
+
+@pytest.mark.parametrize("number", ONE)
+def test_one_node_and_one_process_are_no_sign_of_several(number):
+    assert detect_launch(dict.fromkeys(NODES, number)).launcher == "none"
+    others = {name: number for name in SIZES if name not in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")}
+    assert detect_launch(others).launcher == "none"
+    assert detect_launch(ALONE | others).launcher == "torchrun"
+    assert detect_launch(STEP | {"NNODES": "2", "NODE_RANK": "1"}).launcher == "slurm"
+    assert detect_launch(STEP | {"PET_NPROC_PER_NODE": number}).launcher == "slurm"
 
 
 def test_one_process_per_pod_needs_no_local_rank():
@@ -149,6 +200,8 @@ def test_precedence_of_the_launchers():
     assert detect_launch(STEP | {"PMI_SIZE": "3", "PMI_RANK": "2"}).launcher == "slurm"
     assert detect_launch(STEP | {"PMIX_RANK": "2"}).launcher == "slurm"
     assert detect_launch(STEP | TORCHRUN).launcher == "torchrun"  # srun torchrun
+    alone = ALONE | {"TORCHELASTIC_RUN_ID": "7f"}  # torchrun itself started one process
+    assert detect_launch(alone | SSH | STEP).world_size == 1
     chosen = detect_launch(STEP | TORCHRUN, rank=3, world_size=7)
     assert (chosen.launcher, chosen.rank, chosen.world_size) == ("arguments", 3, 7)
     assert chosen.local_rank is None  # TORCHRUN's is of 8 ranks
@@ -180,7 +233,7 @@ def test_empty_variable_is_not_set():
 
 @pytest.mark.parametrize("names", [("RANK", "WORLD_SIZE"), MASTER_NAMES])
 def test_an_incomplete_set_of_variables_is_an_error(names):
-    base = {"LOCAL_RANK": "0"} if "RANK" in names else {"RANK": "0", "WORLD_SIZE": "1"}
+    base = {"LOCAL_RANK": "0"} if "RANK" in names else {"RANK": "0", "WORLD_SIZE": "2"}
     for missing in names:
         with pytest.raises(ValueError, match=f"^{missing} not set: "):
             detect_launch(base | {name: TORCHRUN[name] for name in {*names} - {missing}})
@@ -193,7 +246,7 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
         ({}, {"world_size": 2}, "rank=None and world_size=2"),
         ({}, {"rank": 0, "world_size": 2, "master_addr": "a"}, "^MASTER_PORT not set"),
         ({}, {"rank": -1, "world_size": 1}, "rank=-1"),
-        ({"MASTER_PORT": "29500"}, {}, "MASTER_ADDR not set"),
+        (POD | LINK, {}, "integer, not 'tcp://10.0.0.1:29500' .set by .* service called master.$"),
         (BATCH | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
         ({"SLURM_STEP_NUM_TASKS": "2"}, {}, f"^{NEEDED} not set"),
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, {}, "WORLD_SIZE must be an integer, not '2.0'"),
