@@ -156,12 +156,12 @@ def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
 
 
 BUDGETS = {  # lines of code without docstrings and comments: what was reached, and 3 % more
-    "core": ([f"{name}.py" for name in CORE], 793),
-    "workers": (["workers.py"], 260),
+    "core": ([f"{name}.py" for name in CORE], 850),
+    "workers": (["workers.py"], 268),
     "handler": (["handler.py"], 330),
     "training": (["training/*.py"], 1550),
     "extras": (["extras/*.py"], 507),
-    "package": (["**/*.py"], 3507),
+    "package": (["**/*.py"], 3590),
 }
 
 
