@@ -46,7 +46,7 @@ allow-list-by-name
     !pyobject reaches other modules, such as os, through the modules that are allowed.
     trainer.py | tests/test_configuration.py
     - if home.startswith(
-    + if f"{name}.".startswith(
+    + if parts or home.startswith(
 worker-dies-of-sigusr1
     A SIGUSR1 that was meant for the rank kills its DataLoader workers.
     training/loader_workers.py | tests/test_data.py -k leave

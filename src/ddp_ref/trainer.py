@@ -27,7 +27,7 @@ from .randomness import seed_everything
 from .training.callbacks import Callback, Checkpoint, EarlyStopping
 from .training.data import eval_loader, length_of, length_or_none, train_loader
 
-# What every file may name: parts of a training run, which neither run nor unpickle their arguments.
+# What every file may name: parts of a training run. None of them runs commands or unpickles files.
 PARTS = ("torch.nn.modules", "torch.nn.functional", "torch.optim", "torch.utils.data.dataset")
 ALWAYS_ALLOWED = (*PARTS, "torch.dtype", Callback.__module__)
 DEFAULT_STOPPING = "DefaultEarlyStopping"
@@ -128,7 +128,7 @@ def load_config(
         ValueError: If the file is not valid YAML, or if a key or value is not allowed. One line
             names the key, the value and what is expected.
         OSError: If the file cannot be read.
-        ImportError: If PyYAML or jsonschema is not installed.
+        ImportError: If PyYAML is not installed. It needs jsonschema as well.
     """
     import yaml
 
@@ -201,6 +201,7 @@ class TrainerDDP:
         self._config, self._training = config, config["training"]
         parallel, training = config.get("parallel", {}), self._training
         self._path, self._seed = training.get("path"), training.get("seed", 0)
+        # The keys of `training` that are arguments of Handler; it has their defaults.
         options = {k: v for k, v in training.items() if k in signature(Handler).parameters}
         self.info = _join(rank, parallel, training.get("device"))
         torch.manual_seed(self._seed)  # the same initial weights as a script with this line
@@ -294,17 +295,17 @@ class TrainerDDP:
         sections = [self._config.get(name, {}) for name in ("validation", "testing")]
         shares = [0 if "data" in s else s.get("fraction", 0.1) for s in sections]
         sizes = [round(share * length_of(whole)) for share in shares]
-        sizes.append(len(whole) - sum(sizes))
+        sizes.append(len(whole) - sum(sizes))  # for training
         parts = random_split(whole, sizes, torch.Generator().manual_seed(self._seed))
         own = [section.get("data") for section in sections]
-        val_set, test_set = (_build(o) if o else p for o, p in zip(own, parts, strict=False))
+        val_set, test_set = (_build(d) if d else part for d, part in zip(own, parts, strict=False))
         return parts[2] if any(sizes[:2]) else whole, val_set, test_set
 
     def _loading(self, name: str) -> dict[str, Any]:
         """Return the options of a section's loader."""
         section = self._config.get(name, {})
-        workers, started_by = section.get("num_workers", 0), multiprocessing.get_start_method(True)
-        if workers and started_by == "spawn" and self.info.rank == 0:
+        workers, start = section.get("num_workers", 0), multiprocessing.get_start_method(True)
+        if workers and start == "spawn" and self.info.rank == 0:  # in a process of mp.spawn
             warnings.warn(SLOW, stacklevel=3)
         options = {key: section[key] for key in LOADING if key in section}
         if self.info.device.type == "cpu":
