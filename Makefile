@@ -30,7 +30,7 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 # Of src/ddp_ref; the other tests are about the scripts, the notebooks and the pages.
 PACKAGE := adoption callbacks checkpoint collectives configuration copy data faults \
-	handler initialize launch on_rank parallel_execution reference run_folder run_ranks trainer
+	handler initialize launch on_rank parallel_execution run_folder run_ranks train_from_yaml trainer
 PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
 
 unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile the package again
@@ -74,7 +74,7 @@ slurm-down:  ## stop that cluster and all its jobs
 	@$(CLUSTER) down
 
 run-reference: $(READY)  ## train in NPROC processes with ddp_ref, from a YAML file
-	$(BIN)/python scripts/train_reference.py --config scripts/configs/digits.yaml --nproc $(NPROC) $(ARGS)
+	$(BIN)/python scripts/train_from_yaml.py --config scripts/configs/digits.yaml --nproc $(NPROC) $(ARGS)
 
 notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (.ipynb)
 	$(BIN)/python notebooks/build.py $(ARGS)

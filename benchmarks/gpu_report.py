@@ -47,7 +47,7 @@ def parts(rounds: int) -> list[Part]:
     tests += ["-n", "3"] if find_spec("xdist") else []
     on_ranks = [*PYTEST, GPU_TESTS, "-k", "test_on_ranks"]
     speed = [str(ROOT / "benchmarks" / "bench.py"), "gpu", f"--rounds={rounds}"]
-    testing = "numpy cloudpickle pytest psutil sklearn yaml"
+    testing = "numpy cloudpickle jsonschema pytest psutil sklearn yaml"
     return [
         Part("Doctor", "numpy cloudpickle", 95, [str(ROOT / "scripts" / "doctor.py")]),
         # On two GPUs, because more processes take longer to start.

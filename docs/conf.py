@@ -43,6 +43,7 @@ HOW_TO = [
     "docs/how-to/convert",
     "docs/how-to/handler",
     "docs/how-to/your-own-loop",
+    "docs/how-to/yaml",
     "docs/how-to/port",
     "docs/how-to/copy",
 ]  # in the order of the README

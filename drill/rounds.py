@@ -52,7 +52,7 @@ class RoundResult:
 class Job:
     """The script that the drill runs, and the weights at the end of a run without a fault."""
 
-    def __init__(self, folder: Path, script: Path = SCRIPTS / "train_reference.py") -> None:
+    def __init__(self, folder: Path, script: Path = SCRIPTS / "train_from_yaml.py") -> None:
         self.folder, self.script = folder, script
         self.expected: Weights = {}
         self._running: set[Running] = set()

@@ -178,12 +178,12 @@ def weights(folder: Path) -> list[torch.Tensor]:
 def trained_here(script: str, epochs: int, nproc: int = 1, batch_size: int = 32) -> list[Any]:
     """Return the weights that `nproc` processes end with on this machine, without Slurm.
 
-    The script is "train_reference", or any other name for the ladder.
+    The script is "train_from_yaml", or any other name for the ladder.
     """
     command = [SCRIPTS / "multigpu_spawn.py", str(epochs), f"--batch_size={batch_size}"]
-    if script == "train_reference":
+    if script == "train_from_yaml":
         settings = [f"training.num_epochs={epochs}", f"training.batch_size={batch_size}"]
-        command = [SCRIPTS / "train_reference.py", "--config", DIGITS, "--set", *settings]
+        command = [SCRIPTS / "train_from_yaml.py", "--config", DIGITS, "--set", *settings]
     with TemporaryDirectory() as folder:
         ended = run(sys.executable, *command, f"--nproc={nproc}", cwd=Path(folder))
         assert ended.code == 0, ended.stderr

@@ -139,7 +139,7 @@ def test_an_interrupt_ends_the_running_rounds(tmp_path):
 def run_round(folder, broken, lines):
     """Run a round of the job with these lines in its script."""
     script = folder / "broken.py"
-    text = (SCRIPTS / "train_reference.py").read_text()
+    text = (SCRIPTS / "train_from_yaml.py").read_text()
     script.write_text(text.replace("def classifier(", f"{lines}\n\n\ndef classifier("))
     job = Job(folder, script)
     job.run_fault_free([broken.launcher])

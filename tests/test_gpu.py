@@ -86,9 +86,9 @@ def test_minimal_ddp(tmp_path, nproc, device):
     assert torch.load(tmp_path / "minimal.pt", weights_only=True)["0.weight"].device.type == "cpu"
 
 
-def test_train_reference(tmp_path):
+def test_train_from_yaml(tmp_path):
     config = ["--config", SCRIPTS / "configs" / "digits.yaml", "--set", "training.num_epochs=2"]
-    run_cleanly(*command("train_reference"), *config, cwd=tmp_path)
+    run_cleanly(*command("train_from_yaml"), *config, cwd=tmp_path)
     settings = json.loads((tmp_path / "runs" / "digits" / "config.json").read_text())
     assert (settings["device"], settings["world_size"]) == ("cuda:0", GPUS)
 

@@ -23,7 +23,7 @@ DIFFS = {
     "02_several_processes": ("single_gpu.py", "multigpu_spawn.py"),
     "03_torchrun": ("multigpu_spawn.py", "multigpu_torchrun.py"),
     "04_several_nodes": ("multigpu_torchrun.py", "multinode_slurm.py"),
-    "09_ddp_ref": ("multinode_slurm.py", "train_reference.py"),
+    "09_ddp_ref": ("multinode_slurm.py", "train_from_yaml.py"),
 }
 CARD = ["The question", "Afterwards you can", "You need", "Time"]
 

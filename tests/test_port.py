@@ -1,4 +1,4 @@
-"""Three pages under docs/how-to show the clients' code as it is."""
+"""Four pages under docs/how-to show the clients' code as it is."""
 
 import ast
 import re
@@ -8,7 +8,9 @@ import pytest
 from harness import ROOT
 
 CLIENTS = ROOT / "tests" / "clients"
-PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("port", "your-own-loop", "handler")]
+PAGES = [
+    ROOT / "docs" / "how-to" / f"{name}.md" for name in ("port", "your-own-loop", "handler", "yaml")
+]
 FENCE = re.compile(r"^```(?:python|yaml)\n# (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -12,7 +12,7 @@ import pytest
 from training_job import Points, job
 
 from ddp_ref import Callback, Checkpoint, LearningRateMonitor, run_ranks
-from ddp_ref.extras.figures import _figure
+from ddp_ref.figures import _figure
 from ddp_ref.training.run_folder import write_history
 
 LIMIT = timedelta(minutes=4)

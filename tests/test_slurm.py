@@ -10,7 +10,7 @@ from slurm_cluster import DIGITS, Job, assert_close, edited, project_folder, tra
 
 pytestmark = pytest.mark.slurm
 EPOCHS = 3
-JOB = [sys.executable, SCRIPTS / "train_reference.py", "--config", DIGITS]
+JOB = [sys.executable, SCRIPTS / "train_from_yaml.py", "--config", DIGITS]
 JOB += ["--set", f"training.num_epochs={EPOCHS}"]
 TWO_HOSTS = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
 
@@ -18,7 +18,7 @@ TWO_HOSTS = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
 def check_ended(ended, folder, world_size):
     """Check that the ranks trained together: one process with the whole batch has equal weights."""
     assert ended.code == 0, ended.stderr
-    expected = trained_here("train_reference", EPOCHS, batch_size=32 * world_size)
+    expected = trained_here("train_from_yaml", EPOCHS, batch_size=32 * world_size)
     assert_close(weights(folder), expected)
 
 
@@ -57,7 +57,7 @@ def test_without_srun_it_is_one_process(cluster, how, tmp_path):
     assert ("\nnode1" in ended.stdout) == (how == "shell")
 
 
-@pytest.mark.parametrize("program", ["train_reference", "the ladder"])
+@pytest.mark.parametrize("program", ["train_from_yaml", "the ladder"])
 @pytest.mark.parametrize(
     ("template", "script", "ranks"),
     [
@@ -101,7 +101,7 @@ def test_template_on_hosts_whose_names_resolve_to_localhost(cluster, tmp_path):
     with Job(cluster, "--export=ALL,PYTHON=./python", template, cwd=folder) as batch:
         fields = batch.wait_until("COMPLETED", "FAILED")
         assert fields["ExitCode"] == "0:0", batch.text()
-    assert_close(weights(folder), trained_here("train_reference", EPOCHS, batch_size=128))
+    assert_close(weights(folder), trained_here("train_from_yaml", EPOCHS, batch_size=128))
 
 
 @pytest.mark.parametrize(

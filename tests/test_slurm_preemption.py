@@ -39,7 +39,7 @@ def check_resumes(job, folder, ranks, saved=None, starts=2):
     assert len(resumed) == starts and resumed[0] == "no checkpoint", resumed
     if saved is not None:
         assert resumed[-1].endswith(f"step {saved}"), (resumed, saved)
-    assert_same(weights(folder), trained_here("train_reference", EPOCHS, nproc=ranks))
+    assert_same(weights(folder), trained_here("train_from_yaml", EPOCHS, nproc=ranks))
 
 
 def saved_at(job):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 from training_job import Points, accuracy, network
 
-from ddp_ref import Callback, Checkpoint, LearningRateMonitor, TrainerDDP, run_ranks
+from ddp_ref import Checkpoint, LearningRateMonitor, TrainerDDP, run_ranks
 
 LIMIT = timedelta(minutes=4)
 
@@ -114,22 +114,18 @@ def test_the_guides_two_scripts(tmp_path):
         assert ended.code == 0, ended.stderr
         assert "[RANK 0]" in ended.stderr and "[RANK 1]" not in ended.stderr
         assert "pin_memory" not in ended.stderr  # no warning: it is off without a GPU
-        (line,) = re.findall(r"script\.py:\d+: .* no cuda .*: using the CPU\n +(.*)", ended.stderr)
-        assert line == "trainer = TrainerDDP(rank=rank, config=config)"
+        assert len(re.findall(r"no cuda .*: using the CPU\n", ended.stderr)) == 1
+        slow = re.findall(r"num_workers takes seconds to start under mp\.spawn", ended.stderr)
+        assert len(slow) == (name == "spawn")  # once, and not under torchrun
         assert "sizes: [240, 30, 30]" in ended.stderr
         out = folder / "out"
-        assert {path.name for path in out.iterdir()} == {
-            *("config.json", "history.csv", "log.txt", "losses.png"),
-            *("step_000000030.pt", "step_000000045.pt"),
-        }
-        lines = (out / "log.txt").read_text().splitlines()
-        assert all(line.startswith("[RANK 0] ") for line in lines)
-        assert sum("Validation: loss=0." in line and " ± 0." in line for line in lines) == 3
-        assert f"Test: loss={float(ended.stdout):.3f} ± " in lines[-1]
+        names = {"history.csv", "step_000000030.pt", "step_000000045.pt"}
+        assert {path.name for path in out.iterdir()} >= names
+        assert len(re.findall(r"^\[RANK 0\] .* epoch \d \| train_loss ", ended.stderr, re.M)) == 3
         runs.append((ended.stdout, (out / "history.csv").read_text()))
     assert runs[0] == runs[1]
     rows = [*csv.DictReader(runs[0][1].splitlines())]
-    assert list(rows[0]) == ["epoch", "train_loss", "val_loss", "val_loss_std"] and len(rows) == 3
+    assert list(rows[0]) == ["epoch", "train_loss", "val_loss"] and len(rows) == 3
     assert float(rows[2]["val_loss"]) < float(rows[0]["val_loss"])
 
 
@@ -147,15 +143,8 @@ def configuration(**training):
     }
 
 
-class Validates(Callback):
-    """Must not change the spread, which covers the validation at the end of the epoch alone."""
-
-    def on_step_end(self):
-        self.handler.validate()
-
-
-def test_results_are_the_means_and_the_spread_over_batches():
-    trainer = TrainerDDP(0, configuration() | {"callbacks": [{"type": Validates}]})
+def test_results_are_means_over_all_samples():
+    trainer = TrainerDDP(0, configuration())
     loaders = trainer.prepare_dataloaders()
     assert [len(loader.dataset) for loader in loaders] == [40, 5, 5]
     train_results, val_results = trainer.run_training(*loaders[:2])
@@ -174,10 +163,8 @@ def test_results_are_the_means_and_the_spread_over_batches():
         expected = {
             "loss": np.average(losses, weights=counts),
             "accuracy": np.average(right, weights=counts),
-            "loss_std": np.std(losses),
         }
-        assert len(losses) == 2 and expected["loss_std"] > 0
-        assert results == pytest.approx(expected, rel=1e-6)
+        assert len(losses) == 2 and results == pytest.approx(expected, rel=1e-6)
 
 
 class Drawn(Dataset):
@@ -220,7 +207,7 @@ def test_the_split_is_the_same_on_all_ranks_and_nothing_leaks():
 
     ranks = run_ranks(work, nproc=3, timeout=LIMIT)
     first, _, results = ranks[0]
-    assert len(results) == 2 and results[-1]["loss_std"] > 0  # of four items, a batch on each rank
+    assert len(results) == 2
     for items, _, others in ranks:
         assert [len(part) for part in items] == [29, 4, 4] and others == results
         assert all(torch.equal(*pair) for pair in zip(items, first, strict=True))
@@ -264,15 +251,23 @@ def test_batches_of_any_structure_with_a_scheduler_and_callbacks():
 
 
 def test_a_run_resumes_without_validation_data_but_not_with_other_training_data(tmp_path):
-    """Without validation data, the results of an epoch's validation are NaN."""
     config = configuration(path=str(tmp_path), num_epochs=1)
     train(config)
     with pytest.raises(ValueError, match=r"on 40 training .* there are 30: use the same data"):
         train(config | {"validation": {"fraction": 0.3}})
     config["training"]["num_epochs"] = 2
     config |= {"validation": {"data": {"type": Points, "args": [0]}}, "testing": {"fraction": 0.2}}
-    (_, val_results, _), _ = train(config)
-    assert [math.isnan(row["loss_std"]) for row in val_results] == [False, True]
+    (train_results, _, _), _ = train(config)
+    assert len(train_results) == 2
+
+
+def test_keep_takes_the_files_value_instead_of_the_checkpoints(tmp_path):
+    config = configuration(path=str(tmp_path), num_epochs=1)
+    train(config)
+    changed = {"num_epochs": 2, "optimizer_kwargs": {"lr": 0.01}}
+    config["training"] |= changed | {"keep": ["lr"]}
+    _, handler = train(config)
+    assert handler.epoch == 2 and handler.optimizer.param_groups[0]["lr"] == 0.01
 
 
 def test_separate_validation_data_and_no_test_data():
@@ -298,11 +293,9 @@ def test_the_trainer_stops_early_saves_and_resumes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"parallel": {"rank": 2}}, r"parallel\.rank is 2, but this process is rank 0"),
+        ({"parallel": {"rank": 2}}, r"parallel\.rank: 2 is not of type 'null': leave it out"),
         ({"parallel": {"world_size": 2}}, "master"),
-        ({"model": {"type": dict}}, r"model\.type must create a Module, not a dict"),
-        ({"callbacks": [{"type": dict}]}, r"callbacks\[0\]\.type must create a Callback, not"),
-        ({"model": {"type": network, "kwargs": {"x": 1}}}, "model cannot be created from its args"),
+        ({"model": {"type": network, "kwargs": {"x": 1}}}, r"network\(\) got an unexpected .*'x'"),
     ],
 )
 def test_a_configuration_that_cannot_work_in_this_process_is_rejected(change, text):
@@ -311,7 +304,7 @@ def test_a_configuration_that_cannot_work_in_this_process_is_rejected(change, te
 
 
 def test_a_wrong_rank_is_refused():
-    with pytest.raises(ValueError, match="rank is 1, but this process is rank 0"):
+    with pytest.raises(ValueError, match=r"rank is 1 .*, but this process is rank 0 of 1"):
         TrainerDDP(1, configuration())
 
 
@@ -323,7 +316,7 @@ def test_a_signal_saves_where_the_next_run_loads(tmp_path):
 
 def test_a_world_size_that_is_not_the_launchers_is_refused():
     def work():
-        with pytest.raises(ValueError, match=r"world_size is 3, but 2 ranks run"):
+        with pytest.raises(ValueError, match=r"world_size is 3, but this process is rank \d of 2"):
             TrainerDDP(int(os.environ["RANK"]), configuration() | {"parallel": {"world_size": 3}})
 
     run_ranks(work, nproc=2, timeout=LIMIT)

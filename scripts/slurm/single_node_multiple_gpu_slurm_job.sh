@@ -19,7 +19,7 @@
 ##SBATCH --account=project
 
 PYTHON=${PYTHON:-.venv/bin/python}
-TRAIN=(scripts/train_reference.py --config scripts/configs/digits.yaml)
+TRAIN=(scripts/train_from_yaml.py --config scripts/configs/digits.yaml)
 TRAIN+=(--set "training.path=runs/$SLURM_JOB_ID")  # a requeued job keeps its id and folder
 [ $# = 0 ] || TRAIN=("$@")      # what you name after this file, instead
 # module load cuda              # and whatever else your cluster needs

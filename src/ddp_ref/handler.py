@@ -424,9 +424,9 @@ class Handler:
             ImportError: If matplotlib is not installed.
             OSError: If the file cannot be written.
         """
-        from .extras.figures import plot
+        from .figures import plot_losses
 
-        self._on_rank_0(lambda: plot(self.history, ["loss"], path))
+        self._on_rank_0(lambda: plot_losses(self.history, path))
 
     def plot_metrics(self, path: str | Path) -> None:
         """Plot the metrics of each epoch, one panel per metric, as `plot_losses` does.
@@ -434,9 +434,9 @@ class Handler:
         Args:
             path: The file to write. Its suffix is the format.
         """
-        from .extras.figures import plot
+        from .figures import plot_metrics
 
-        self._on_rank_0(lambda: plot(self.history, list(self.metrics), path))
+        self._on_rank_0(lambda: plot_metrics(self.history, list(self.metrics), path))
 
     def log(self, text: str) -> None:
         """Log a line on rank 0, also into the run folder's log.txt (not collective).

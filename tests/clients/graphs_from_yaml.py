@@ -6,7 +6,7 @@ from ddp_ref import TrainerDDP, cleanup_ddp, detect_launch, load_config, setup_l
 
 
 def train(path, overrides=()):
-    allow = ("torch", "torch_geometric", "graphs")  # the modules that the file may name
+    allow = ("torch_geometric", "graphs")  # the modules that the file may name
     config = load_config(path, allow, overrides)
     rank = detect_launch().rank
     setup_logging(rank)

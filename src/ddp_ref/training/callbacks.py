@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .checkpoint import NAME, numbered, remove_temporary_files, step_of
 from .settings import check_count
@@ -96,6 +96,36 @@ class LearningRateMonitor(Callback):
             rates += [math.nan] * (self.handler.epoch - len(rates))
             if len(rates) == self.handler.epoch:  # a resumed epoch has its value already
                 rates.append(float(group["lr"]))
+
+
+class ProgressBar(Callback):
+    """Show a progress bar per epoch on rank 0's standard error. Without tqdm, warn instead."""
+
+    _bar: Any = None
+
+    def on_epoch_start(self) -> None:
+        self.on_epoch_end()
+        if self.handler.rank:
+            return
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
+            return
+        self._bar = tqdm(desc=f"epoch {self.handler.epoch + 1}", total=self.handler.steps_left)
+
+    def on_step_end(self) -> None:
+        if self._bar is not None:  # a bar without a length is falsy
+            self._bar.set_postfix(self.handler.running, refresh=False)
+            self._bar.update()
+
+    def on_epoch_end(self) -> None:
+        """Close the bar, so that the next output starts on a line of its own."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    on_train_end = on_epoch_end
 
 
 class Checkpoint(Callback):

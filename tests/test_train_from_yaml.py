@@ -1,4 +1,4 @@
-"""train_reference.py runs alone and with --nproc; the drill also resumes it under torchrun.
+"""train_from_yaml.py runs alone and with --nproc; the drill also resumes it under torchrun.
 
 It ends at the weights of the ladder's scripts.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import SCRIPTS, Running, run
 
-SCRIPT, CONFIG = SCRIPTS / "train_reference.py", SCRIPTS / "configs" / "digits.yaml"
+SCRIPT, CONFIG = SCRIPTS / "train_from_yaml.py", SCRIPTS / "configs" / "digits.yaml"
 EPOCHS = "training.num_epochs=3"
 TEST = re.compile(r"test loss ([\d.]+) \| test accuracy ([\d.]+)\n")
 
@@ -58,7 +58,7 @@ def test_two_ranks_end_at_the_weights_of_the_ladder(spawned, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--config", "none.yaml"], "error: there is no configuration none.yaml in "),
+        (["--config", "none.yaml"], "error: [Errno 2] No such file or directory: 'none.yaml'"),
         (["--config", CONFIG, "--nproc", "0"], "error: --nproc must be at least 1, not 0"),
     ],
 )

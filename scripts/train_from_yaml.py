@@ -1,7 +1,7 @@
 """Train from a YAML file with ddp_ref: the same script runs alone, under torchrun and under srun.
 
-python scripts/train_reference.py --config scripts/configs/digits.yaml [--nproc 2]
-torchrun --standalone --nproc-per-node=2 scripts/train_reference.py --config ...
+python scripts/train_from_yaml.py --config scripts/configs/digits.yaml [--nproc 2]
+torchrun --standalone --nproc-per-node=2 scripts/train_from_yaml.py --config ...
 """
 
 import argparse
@@ -56,7 +56,8 @@ def spawn(nproc, config):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    config["parallel"] |= {"world_size": nproc, "master_addr": "127.0.0.1", "master_port": port}
+    place = {"world_size": nproc, "master_addr": "127.0.0.1", "master_port": port}
+    config["parallel"] = config.get("parallel", {}) | place
     ranks = mp.spawn(train_spawned, args=(config,), nprocs=nproc, join=False)
 
     def forward(number, frame):
@@ -86,10 +87,10 @@ def main():
     )
     args = parser.parse_args()
     try:
-        config = load_config(args.config, ("torch", "datautils", "__main__"), overrides=args.set)
+        config = load_config(args.config, ("__main__", "datautils"), overrides=args.set)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    if (folder := config["training"]["path"]) and detect_launch().rank == 0:
+    if (folder := config["training"].get("path")) and detect_launch().rank == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
         text = Path(args.config).read_text() + f"\n# --set {' '.join(args.set)}\n"
         (Path(folder) / "config.yaml").write_text(text)  # beside the results of the run

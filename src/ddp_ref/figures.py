@@ -10,19 +10,27 @@ PARTS = {"train": ("training", "#0072b2"), "val": ("validation", "#d55e00")}
 WIDTH, HEIGHT = 6.4, 2.8  # inches per panel
 
 
-def plot(history: History, names: Sequence[str], path: str | Path) -> None:
-    """Plot each of `names` over the epochs, in its own panel.
-
-    A dot marks the lowest validation loss.
+def plot_losses(history: History, path: str | Path) -> None:
+    """Plot the losses over the epochs. A dot marks the lowest validation loss.
 
     Args:
         history: The values of each epoch, by name, as in `Handler.history`.
-        names: "loss" or metrics.
         path: The file to write. Its suffix is the format.
 
     Raises:
         ValueError: If no epoch has ended yet, or matplotlib does not know the format.
         ImportError: If matplotlib is not installed.
+    """
+    plot_metrics(history, ["loss"], path)
+
+
+def plot_metrics(history: History, names: Sequence[str], path: str | Path) -> None:
+    """Plot each of `names` over the epochs, in its own panel, as `plot_losses` does.
+
+    Args:
+        history: The values of each epoch, by name, as in `Handler.history`.
+        names: The metrics.
+        path: The file to write. Its suffix is the format.
     """
     figure = _figure(history, names)
     Path(path).parent.mkdir(parents=True, exist_ok=True)

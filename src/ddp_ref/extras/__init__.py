@@ -1,1 +1,0 @@
-"""Parts that not every project needs: YAML configurations, figures, a progress bar."""
