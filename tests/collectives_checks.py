@@ -166,11 +166,12 @@ def check_a_value_that_is_not_a_number_is_refused_by_name():
         assert str(error) == f"'loss' must be a number or a tensor, not {value!r}"
 
 
-def check_different_reductions_are_an_error_on_all_ranks():
+def check_different_calls_are_an_error_on_all_ranks():
     reduction = reduce_sum if dist.get_rank() == 0 else reduce_mean
     error = raised(ValueError, reduction, {"loss": 1.0})
-    says = "ranks are in different reductions: rank 0: reduce_sum, rank 1: reduce_mean"
-    assert str(error).startswith(says)
+    assert str(error).startswith("rank 0 in reduce_sum; rank 1 in reduce_mean; ")
+    error = raised(ValueError, broadcast_object, 5, dist.get_rank())
+    assert str(error).startswith("rank 0 in broadcast from rank 0; rank 1 in broadcast from rank 1")
 
 
 def check_different_names_shapes_or_dtypes_are_an_error_on_all_ranks():
@@ -240,8 +241,8 @@ def check_a_rank_without_a_tensor_is_none_in_the_list():
 def check_a_sparse_tensor_is_an_error_on_all_ranks():
     last, sparse = dist.get_world_size() - 1, torch.eye(2).to_sparse()
     own = sparse if dist.get_rank() == last else None
-    error = str(raised(ValueError, gather_tensors, own))
-    assert error.startswith(f"rank {last} passed a torch.sparse_coo tensor: pass its .to_dense()")
+    error = str(raised(TypeError, gather_tensors, own))
+    assert error.startswith(f"rank {last} passed a torch.sparse_coo tensor, not a dense tensor")
     parts = gather_objects(sparse, to_all=True)  # as the error advises
     assert all(torch.equal(part.to_dense(), torch.eye(2)) for part in parts)
 
@@ -249,7 +250,7 @@ def check_a_sparse_tensor_is_an_error_on_all_ranks():
 def check_a_part_that_is_no_tensor_is_an_error_on_all_ranks():
     own = [1] if dist.get_rank() == 1 else torch.ones(1)
     error = str(raised(TypeError, gather_tensors, own))
-    assert error == "rank 1 passed a list, not a tensor: use gather_objects"
+    assert error == "rank 1 passed a list, not a dense tensor: use gather_objects"
 
 
 def check_rows_may_have_any_memory_layout():

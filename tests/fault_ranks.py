@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_ref import decorators
+from ddp_ref.collectives import reduce_sum
 from ddp_ref.decorators import on_rank
 from ddp_ref.initialize import cleanup_ddp, initialize_ddp
 
-TIMEOUT = timedelta(seconds=6)
+TIMEOUT = timedelta(seconds=30 if sys.argv[1] == "leaves_for_another_call" else 6)
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WORKER = 1
 
@@ -71,6 +72,24 @@ def dies(killed: str, worker: str) -> None:
     kept = report(on_rank(int(worker))(die))
     time.sleep(60)
     del kept
+
+
+def dies_while_rank_0_works() -> None:
+    """A rank gets SIGKILL on its way to the call, in which rank 0 works for long."""
+    if RANK == 3:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    kept = report(on_rank(0)(lambda: time.sleep(20)))
+    time.sleep(60)
+    del kept
+
+
+def leaves_for_another_call() -> None:
+    """All ranks get Ctrl-C, catch it, and go on to an ordinary collective."""
+    if RANK:
+        print("waits", flush=True)
+    report(on_rank(0)(lambda: [print("works", flush=True), time.sleep(60)]))
+    report(lambda: reduce_sum({"ranks": 1}))
 
 
 def dies_receiving() -> None:

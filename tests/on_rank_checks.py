@@ -222,6 +222,11 @@ def check_an_interrupt_that_is_caught_leaves_no_rank_waiting():
     assert on_rank(0, broadcast=True)(lambda: me)() == 0
 
 
+def check_the_default_device_does_not_matter():
+    with torch.device("meta"):
+        assert on_rank(0, broadcast=True)(int)() == 0
+
+
 def check_methods():
     class Model:
         @on_rank(0)

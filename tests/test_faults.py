@@ -47,6 +47,20 @@ def test_ctrl_c_ends_all_ranks_cleanly(worker, tmp_path):
     assert not any("terminate called" in result.stderr for result in results)
 
 
+def test_ctrl_c_on_all_ranks_that_is_caught_leaves_no_rank_waiting(tmp_path):
+    """The ranks that waited have left, so rank 0 gives up telling them what it has raised."""
+    with ranks(tmp_path, "leaves_for_another_call") as started:
+        for number, rank in enumerate(started):
+            rank.wait_for("waits" if number else "works")
+        time.sleep(0.5)
+        for rank in started:
+            rank.process.send_signal(signal.SIGINT)
+        assert [rank.wait(25).code for rank in started] == [0] * WORLD
+        for rank in started:
+            first, second = reports(rank)
+            assert first.startswith("KeyboardInterrupt") and second == "{'ranks': 3.0}"
+
+
 def test_ctrl_c_on_one_waiting_rank_ends_its_wait_at_once_and_the_next_call_everywhere(tmp_path):
     """The next call fails, because the others ended the first one without that rank."""
     with ranks(tmp_path, "leaves") as started:
@@ -81,6 +95,16 @@ def test_a_dead_rank_is_noticed_by_all_others_within_5_s(killed, works, tmp_path
         for rank in others:
             (report,) = reports(rank)
             assert report.startswith("RuntimeError") and "another rank has died or left" in report
+
+
+def test_a_dead_rank_is_noticed_by_those_that_wait_while_rank_0_still_works(tmp_path):
+    with ranks(tmp_path, "dies_while_rank_0_works", world=8) as started:
+        started[3].wait()
+        died = time.monotonic()
+        waiting = [rank for number, rank in enumerate(started) if number not in (0, 3)]
+        wait_until(lambda: all(reports(rank) for rank in waiting), 30)
+        assert time.monotonic() - died < 5
+        assert not reports(started[0])
 
 
 def test_a_rank_that_dies_before_it_has_the_result_is_noticed_within_the_timeout(tmp_path):

@@ -462,7 +462,7 @@ def test_ranks_agree_on_the_device():
     for gpus, nodes in [(both, "aa"), ([["a"], ["b"]], "aa"), ([["a"], ["b"]], "ab")]:
         for backend in (None, "nccl"):
             assert _agree_on_device(0, reports(gpus, backend, nodes=nodes)) == _pick_device(0)
-    ways = 'start one rank per GPU, or pass backend="gloo" .*, or, on all ranks, share_gpus=True'
+    ways = 'start one rank per GPU, or pass backend="gloo" .* share_gpus=True on all of them'
     for gpus, count in [
         ([["a"], ["a"]], "1 GPU"),
         ([[], ["a"]], "1 GPU"),
@@ -480,11 +480,11 @@ def test_ranks_agree_on_the_device():
 def test_ranks_share_gpus_on_one_machine_only_and_if_all_of_them_do(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     one = [["a"], ["a"]]
-    with pytest.raises(RuntimeError, match=r"1 GPU for 2 ranks: .* on all ranks, share_gpus"):
+    with pytest.raises(RuntimeError, match=r"1 GPU for 2 ranks: .* share_gpus=True on all"):
         _agree_on_device(0, [*reports(one)[:1], *reports(one, share=True)[1:]])
     _agree_on_device(0, reports(one, share=True))
     assert os.environ == {"NCCL_HOSTID": "rank 0", "NCCL_SOCKET_IFNAME": "lo"}
-    with pytest.raises(RuntimeError, match="2 GPUs for 3 ranks: ranks can share GPUs on one mac"):
+    with pytest.raises(RuntimeError, match=r"2 GPUs for 3 ranks: .* run on one machine"):
         _agree_on_device(0, reports([*one, ["b"]], share=True, nodes="aab"))
 
 

@@ -86,17 +86,12 @@ async def async_generator():
     yield 1
 
 
-class Job:
-    def __call__(self):
-        yield
-
-
 @pytest.mark.parametrize(
-    "func", [generator, coroutine, async_generator, Job(), functools.partial(coroutine)]
+    "func", [generator, coroutine, async_generator, functools.partial(coroutine)]
 )
 def test_a_function_whose_body_runs_after_the_call_is_refused(func):
     name = getattr(func, "__name__", type(func).__name__)
-    with pytest.raises(TypeError, match=f"cannot wrap the .* function .*{name}"):
+    with pytest.raises(TypeError, match=f"cannot wrap .*{name}: it is a generator or coroutine"):
         on_rank(0)(func)
 
 

@@ -356,11 +356,13 @@ def test_an_interrupt_ends_all_ranks(tmp_path):
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, how):
     (tmp_path / "script.py").write_text(BLOCKED)
     holder = tmp_path / "holder"
-    with Running(sys.executable, "script.py", how, cwd=tmp_path) as running:
+    env = {"TMPDIR": str(tmp_path)}
+    with Running(sys.executable, "script.py", how, cwd=tmp_path, env=env) as running:
         wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 90)
         wait_until(lambda: how != "after a fork" or (holder.exists() and holder.read_text()))
         time.sleep(0.2)
         running.process.kill()
+        assert not list(tmp_path.rglob("*job*"))  # the arguments, which may be large
         kept = {int(holder.read_text())} if holder.exists() else set()
         wait_until(lambda: {process.pid for process in running.processes()} == kept)
         running.kill()

@@ -6,7 +6,7 @@ ended when the call returns.
 
 `subprocess` starts them, not `multiprocessing`. So the caller's script is not run again and needs
 no `__main__` guard, the global start method stays unset, and a process can be killed with
-everything that it started in its session. For Linux and macOS.
+everything that it started in its session. It works on Linux and macOS.
 
 DataLoader workers start as they do under torchrun, with one difference: workers that are not forked
 (on macOS, or with `multiprocessing_context="spawn"`) cannot find classes of the caller's
@@ -20,7 +20,6 @@ import io
 import math
 import os
 import pdb
-import pickle
 import re
 import signal
 import subprocess
@@ -48,11 +47,13 @@ from .launch import available_cores, without_launch
 Function = Callable[..., Any]
 
 HOST = "127.0.0.1"
-# A rank that loses a failed peer fails like this (C++ may abort it), so such a failure is raised
-# only if there is no other.
+# A rank that loses its peer fails like this, or is aborted in C++. Such a failure is raised only if
+# there is no other.
 CONSEQUENCE = re.compile("connection (was likely )?(closed|reset)|broken pipe|SIGABRT", re.I)
-FAILURE_WINDOW = 0.25  # seconds to keep collecting failures: a later report may be an earlier one
-CAUSE_WINDOW = 10.0  # the same if there are only consequences: their cause may take long to end
+FAILURE_WINDOW = (
+    0.25  # seconds to keep collecting failures: a slow report may be about an earlier one
+)
+CAUSE_WINDOW = 10.0  # the same if there are only consequences: the rank with the cause may end late
 
 
 def run_ranks(
@@ -260,7 +261,7 @@ def _check(num_gpus: int | None) -> None:
 def _environment(workers: int) -> dict[str, str]:
     """Return the environment of one of `workers` processes.
 
-    It is ours, without the variables of a launch that this process may be part of. Each process
+    It is this process's, without launchers' variables. Each process
     gets its share of the cores, unless OMP_NUM_THREADS is set.
     """
     threads = os.environ.get("OMP_NUM_THREADS") or max(1, available_cores() // workers)
@@ -273,8 +274,8 @@ class Worker:
 
     name: str
     environment: dict[str, str]
-    device: str = ""  # with "", func chooses one
-    output: io.BytesIO | None = None  # gets stdout and stderr; None: they go where ours go
+    device: str = ""  # "": func chooses one
+    output: io.BytesIO | None = None  # collects stdout and stderr; None: they go where ours go
     result: Any = None
 
     def start(self, report: Path) -> None:
@@ -316,7 +317,7 @@ class Worker:
         return code
 
     def end(self, seen_alive: float) -> tuple[float, BaseException] | None:
-        """Set the result of a process that has ended, or return its failure's time and exception.
+        """Take the result of the ended process, or return when and how it failed.
 
         Args:
             seen_alive: When it was last seen alive: the time of a failure that it did not report.
@@ -351,17 +352,21 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
         TimeoutError: If workers have not ended in time. It names them.
     """
     deadline = time.monotonic() + (timeout.total_seconds() if timeout else math.inf)
-    # cloudpickle gives all functions of `__main__` the same globals. Through this function, which
-    # does nothing else, a worker finds them.
+    # In a worker, cloudpickle gives all functions of `__main__` one dict as their globals. This
+    # empty function is how the worker gets at it.
     of_main = FunctionType((lambda: None).__code__, vars(sys.modules["__main__"]))
     packed = _dumps("func or an argument", (*job, of_main))
     running, failures = [], []
     with TemporaryDirectory() as folder:
-        Path(folder, "job").write_bytes(packed)
+        job_file = Path(folder, "job")
+        job_file.write_bytes(packed)
         try:
             for worker in workers:
+                # Each worker deletes its link, so nothing stays if this process is killed later.
+                Path(folder, f"{worker.name}.job").hardlink_to(job_file)
                 worker.start(Path(folder, worker.name))
                 running.append(worker)
+            job_file.unlink()
             while running and (seen_alive := time.monotonic()) < deadline:
                 time.sleep(0.02)
                 for worker in running:
@@ -389,7 +394,7 @@ def _serve(report: str, parent: int, device: str) -> None:
     """Do the job and write the report, in the new process.
 
     Args:
-        report: The path of this worker's report. The job is in the same folder.
+        report: The path of this worker's report; with ".job" behind it, that of the job.
         parent: The parent's process id.
         device: This worker's device, or "".
     """
@@ -406,22 +411,27 @@ def _serve(report: str, parent: int, device: str) -> None:
     try:
         if device.startswith("cuda"):
             torch.cuda.set_device(device)
-        job = Path(report).with_name("job")
+        job = report + ".job"
         func, args, kwargs, pass_device, of_main = torch.load(job, _to_own_gpu, weights_only=False)
-        # Pickle looks up classes in `__main__`. Without __file__: with it, multiprocessing would
-        # run the caller's script again.
+        Path(job).unlink()
+        # Pickle looks for the caller's classes in `__main__`. Not __file__: with it,
+        # multiprocessing would run the caller's script again.
         own = {n: v for n, v in of_main.__globals__.items() if not n.startswith("__")}
         vars(sys.modules["__main__"]).update(own)
         if pass_device:
-            args, kwargs = _with_device(torch.device(device), func, args, kwargs)
+            first = next(iter(inspect.signature(func).parameters), "")
+            if args and first == "device":
+                args = (torch.device(device), *args)
+            else:
+                kwargs["device"] = torch.device(device)
         write(_dumps("the result", (None, func(*args, **kwargs))))
     except BaseException as error:  # noqa: BLE001 - the parent raises it
         failed_at = time.monotonic()
-        if isinstance(error, SystemExit):  # raised in the parent, it would end that as well
+        if isinstance(error, SystemExit):  # it would end the parent, too
             message = f"sys.exit({error.code!r}) was called: return or raise instead"
             error, error.__cause__ = RuntimeError(message), error
-        # By reference first, so that the parent gets its own class and its `except` matches.
-        exception = pack_exception(error, (pickle.dumps, cloudpickle.dumps))
+        # cloudpickle knows the classes that the parent sent, so the parent's `except` matches.
+        exception = pack_exception(error, cloudpickle.dumps)
         write(_dumps("the exception", (failed_at, exception)))
         os._exit(0)  # a normal exit might wait: for a thread, or for peers that wait for this rank
 
@@ -429,7 +439,8 @@ def _serve(report: str, parent: int, device: str) -> None:
 def _die_with_parent(parent: int) -> None:
     """Let this process and its children be killed when the parent is gone.
 
-    Until now, stdin is a pipe into which the parent never writes. It closes when the parent dies.
+    stdin is a pipe to which the parent never writes. It moves to another descriptor, which closes
+    when the parent dies.
     """
     parent_alive = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # with the pipe, input() would wait
@@ -460,16 +471,6 @@ def _refuse_breakpoint(*_: Any, **__: Any) -> None:
 def _to_own_gpu(storage: Any, location: str) -> Any:
     """Move an argument from any GPU to the current one."""
     return storage.cuda() if location.startswith("cuda") else None
-
-
-def _with_device(device: torch.device, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments with `device` in the position of that parameter, or as a keyword."""
-    parameters = inspect.signature(func).parameters.values()
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if "device" not in names[: len(args) + 1]:
-        return args, kwargs | {"device": device}
-    place = names.index("device")
-    return (*args[:place], device, *args[place:]), kwargs
 
 
 def _dumps(what: str, value: Any) -> bytes:
