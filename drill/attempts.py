@@ -19,7 +19,7 @@ from harness import SCRIPTS, Result, Running, torchrun
 from judge import Wrong, check_kept, check_no_crash, intact_checkpoints
 from launchers import CHECKPOINTS
 
-from ddp_ref.training import checkpoint
+from ddp_ref import checkpoint
 
 LAUNCHERS = "torchrun", "--nproc"
 DEADLINE = 120  # seconds for a start, and for an end after a fault

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_ref import Checkpoint, Handler, TrainerDDP
-from ddp_ref.training import checkpoint, loop
+from ddp_ref import checkpoint, loop
 from ddp_ref.training.loop import TrainLoop
 
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth

@@ -251,7 +251,7 @@ def check_outputs_of_many_kinds_are_copied_and_split_into_items():
     torch.manual_seed(0)
     data = Points(7)
     handler = job(model=ManyKinds(4, 2), forward=lambda m, b: (m(b["inputs"]), b["targets"]))
-    model = handler._unwrapped
+    model = handler.module
     with torch.no_grad():
         logits = nn.functional.linear(data.inputs, model.weight, model.bias)
 
@@ -293,10 +293,10 @@ def check_metric_objects_are_exact_on_uneven_data():
     for size in (1 + 2 * world_size(), 17):
         data = Points(size)
         handler.set_val_loader(data, 2)
-        assert handler.validate()["f1"] == pytest.approx(f1_of(handler._unwrapped, data), rel=1e-12)
+        assert handler.validate()["f1"] == pytest.approx(f1_of(handler.module, data), rel=1e-12)
     handler.train(1)
     data = Points(24 * world_size())
-    expected = f1_of(handler._unwrapped, data)
+    expected = f1_of(handler.module, data)
     assert 0 < expected < 1
     assert handler.train_metrics == {"f1": [pytest.approx(expected, rel=1e-12)]}
     assert handler.val_metrics == {"f1": [handler.validate()["f1"]]}

@@ -106,7 +106,7 @@ def check_handler_is_the_same_on_all_ranks_in_all_precisions():
         outputs = handler.predict(Points(5), 2)
         assert (outputs is None) == (rank() > 0)
         if rank() == 0 and precision == "fp32":
-            own = handler._unwrapped.eval()(Points(5).inputs.cuda()).cpu()
+            own = handler.module.eval()(Points(5).inputs.cuda()).cpu()
             torch.testing.assert_close(outputs, own)
 
 

@@ -205,10 +205,10 @@ def test_hooks_may_replace_the_data_set_eval_mode_and_run_before_validation(tmp_
     class Hooks(Callback):
         def on_epoch_start(self):
             self.handler.set_train_loader(Points(4 + 2 * self.handler.epoch), 2)
-            self.handler._unwrapped[0].eval()
+            self.handler.module[0].eval()
 
         def on_step_end(self):
-            modes.append([part.training for part in self.handler._unwrapped[:2]])
+            modes.append([part.training for part in self.handler.module[:2]])
 
         def on_validation_start(self):
             calls.append((self.handler.step, len(self.handler.val_losses)))
@@ -228,7 +228,7 @@ def test_parameters_that_are_frozen_meanwhile_are_an_error_before_the_next_step(
 
     class Freezes(Callback):
         def on_epoch_start(self):
-            self.handler._unwrapped[0].requires_grad_(self.handler.epoch == 0)
+            self.handler.module[0].requires_grad_(self.handler.epoch == 0)
 
     handler = job(12, 4, callbacks=[Freezes(), Checkpoint(tmp_path)])
     with pytest.raises(RuntimeError, match="since Handler wrapped the model: set it before, or"):

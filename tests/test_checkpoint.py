@@ -20,8 +20,8 @@ from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
 from ddp_ref import initialize_ddp, run_ranks
-from ddp_ref.training import checkpoint
-from ddp_ref.training.checkpoint import DamagedCheckpoint
+from ddp_ref import checkpoint
+from ddp_ref.checkpoint import DamagedCheckpoint
 
 LIMIT = timedelta(minutes=4)
 STATE = {"model": {"w": torch.arange(100.0)}, "epoch": 3, "history": [0.5, 0.25], "none": None}
@@ -119,7 +119,7 @@ def test_a_file_above_the_size_limit_is_one_error_and_the_old_file_stays(tmp_pat
 KILLS = """
 import os, random, signal, time, torch
 from pathlib import Path
-from ddp_ref.training import checkpoint
+from ddp_ref import checkpoint
 
 path = Path("a.pt")
 checkpoint.write(path, {"n": 0, "w": torch.zeros(200_000)})

@@ -25,7 +25,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ddp_ref.training.data import TrainBatches, eval_loader, train_loader
+from ddp_ref.data import TrainBatches, eval_loader, train_loader
 from ddp_ref.training.samplers import TrainSampler, _rows as rows
 
 SIZES = st.integers(1, 40)
@@ -225,7 +225,7 @@ def test_an_existing_loader_with_workers_may_be_used_without_them():
 WORKERS = """
 import os, time
 from pathlib import Path
-from ddp_ref.training.data import train_loader
+from ddp_ref.data import train_loader
 
 class Slow:
     def __len__(self): return 1000
@@ -270,7 +270,7 @@ def test_workers_leave_signals_to_their_rank_and_die_with_it(tmp_path):
 
 ENDING = """
 import sys, time, torch.multiprocessing
-from ddp_ref.training.data import train_loader
+from ddp_ref.data import train_loader
 
 class Items(list):
     def __getitem__(self, index):
