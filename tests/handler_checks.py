@@ -331,8 +331,17 @@ def resumable(workers=0, accumulate=2, **options):
     )
     data = Points(22 * world_size() - 1, noise=0.5)
     handler.set_train_loader(data, 3, num_workers=workers, collate_fn=collate_some)
-    handler.set_val_loader(Points(9), 2)
+    handler.set_val_loader(Points(9, noise=0.5), 2, num_workers=workers)
     return handler
+
+
+def assert_resumed(one, other):
+    """Compare a resumed run's numbers with the uninterrupted run's.
+
+    From three ranks on, they are equal up to rounding: a new DDP's first buckets are other ones,
+    and they decide in which order ranks are summed.
+    """
+    torch.testing.assert_close(one, other, rtol=0, atol=0 if world_size() < 3 else 1e-6)
 
 
 def assert_resumes(files, **options):
@@ -341,28 +350,58 @@ def assert_resumes(files, **options):
     whole.save(saved(0))
     whole.train(2)
     for name, step in files.items():
-        # Workers only in one process: in CPython 3.11.7, a fork just after a collective can hang
-        # (cpython#112275). test_data.py checks that a rank's workers draw what the rank would.
-        for workers in (0, 2) if name in (1, "epoch_1") and world_size() == 1 else (0,):
-            random.seed(step), torch.manual_seed(step)
-            handler = resumable(workers, **options)
-            handler.load(saved(name))
-            handler.train(0)
-            handler.save(saved("again"))
-            handler = resumable(workers, **options)
-            handler.load(saved("again"))
-            assert handler.step == step
-            handler.train(2)
-            assert handler.history == whole.history, name
-            for one, other in zip(state_of(handler), state_of(whole), strict=True):
-                assert torch.equal(one, other), (name, workers)
+        random.seed(step), torch.manual_seed(step)
+        handler = resumable(**options)
+        handler.load(saved(name))
+        handler.train(0)
+        handler.save(saved("again"))
+        handler = resumable(**options)
+        handler.load(saved("again"))
+        assert handler.step == step
+        handler.train(2)
+        assert_resumed(handler.history, whole.history)
+        assert_resumed(state_of(handler), state_of(whole))
     assert saved(0).exists() == (rank() == 0)
     assert_same_on_all_ranks(torch.tensor(whole.train_losses + whole.val_losses))
 
 
 def check_a_run_resumed_at_any_step_equals_the_uninterrupted_run():
-    """Bit for bit, with augmentation, dropout and accumulation."""
+    """Bit for bit on one rank and on two, with augmentation, dropout and accumulation."""
     assert_resumes({step: step for step in range(9)} | {"epoch_1": 4, "epoch_2": 8})
+
+
+def check_a_run_with_workers_resumes_exactly_at_an_epochs_end():
+    """Of training and validation, whose data draw random numbers."""
+    # Only in one process: in CPython 3.11.7, a fork just after a collective can hang
+    # (cpython#112275).
+    if world_size() == 1:
+        assert_resumes({"epoch_1": 4}, workers=2)
+
+
+class Teacher(nn.Module):
+    """A model whose forward moves frozen parameters towards the trained ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = network(), network().requires_grad_(False)
+
+    def forward(self, inputs):
+        if self.training:
+            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+            for slow, fast in pairs:
+                slow.detach().lerp_(fast.detach(), 0.1)
+        return self.student(inputs) - 0.1 * self.teacher(inputs)
+
+
+def check_frozen_parameters_that_forward_moves_resume_exactly():
+    def make(*callbacks):
+        return job(12 * world_size(), 3, model=Teacher(), callbacks=callbacks)
+
+    whole, resumed = make(SaveEach()), make()
+    whole.train(2)
+    resumed.load(saved(2))
+    resumed.train(2)
+    assert_resumed(flat(resumed.model), flat(whole.model))
 
 
 def distributed_sampler(size):
@@ -380,7 +419,7 @@ def check_a_users_own_sampler_gets_the_epoch():
     handler = job(size, 4, loader=distributed_sampler(size))
     handler.load(saved("epoch_2"))
     handler.train(3)
-    assert torch.equal(flat(handler.model), flat(whole.model))
+    assert_resumed(flat(handler.model), flat(whole.model))
     handler.load(saved(7))
     assert handler.samples_seen == 2 * 4 * world_size()  # counts samples, with any sampler
     assert handler.steps_left == 5 - 2

@@ -39,6 +39,15 @@ def test_in_one_process(name, tmp_path, monkeypatch):
     getattr(handler_checks, name)()
 
 
+def test_two_ranks_resume_bit_for_bit(tmp_path, monkeypatch):
+    def work():
+        handler_checks.check_a_run_resumed_at_any_step_equals_the_uninterrupted_run()
+        handler_checks.check_frozen_parameters_that_forward_moves_resume_exactly()
+
+    monkeypatch.chdir(tmp_path)
+    run_ranks(work, nproc=2, timeout=LIMIT)
+
+
 class Spoils(Callback):
     def on_validation_start(self):
         with torch.no_grad():
@@ -153,7 +162,7 @@ def test_signals_are_caught_only_during_training(capsys):
         with pytest.raises(SystemExit) as ended:
             job(callbacks=[Kill()]).train(1)
         assert ended.value.code == 143 and len(caught) == 1
-        assert "step 1, unsaved: there is no Checkpoint" in capsys.readouterr().out
+        assert "step 7, unsaved: there is no Checkpoint" in capsys.readouterr().out
         # The process is about to exit. Even while Python shuts down, a second signal must not
         # change the exit code.
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN

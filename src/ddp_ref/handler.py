@@ -501,6 +501,7 @@ class Handler:
         check_replicas(self.module, self.distributed)
         values = {f"train_{name}": value for name, value in self.running.items()}
         if self._val_loader is not None:
+            self._seed_workers(self._val_loader)
             batches = self._until_a_signal(self._val_loader)
             means = self._evaluate(batches, self._val_loader, self.distributed)
             values |= {f"val_{name}": value for name, value in means.items()}
@@ -676,6 +677,7 @@ class Handler:
         if self.distributed:
             items = len(self._val_loader.dataset)
             check_same({"number of validation items": items}, {}, self.device)
+        self._seed_workers(self._val_loader)
         return self._evaluate(self._val_loader, self._val_loader, self.distributed)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
