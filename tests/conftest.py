@@ -19,7 +19,7 @@ settings.load_profile("busy")
 
 
 def pytest_configure(config):
-    """Hide the GPUs, and handle SIGINT and SIGHUP again. The processes that the tests start inherit both.
+    """Hide the GPUs, and handle SIGINT and SIGHUP again; what the tests start inherits that.
 
     Unless `-m gpu` selects the GPU tests, all tests say what happens on the CPU. A shell's
     background job ignores SIGINT, and nohup SIGHUP, but the tests need them.

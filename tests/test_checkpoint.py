@@ -19,8 +19,7 @@ from harness import Evil, run
 from hypothesis import example, given, settings, strategies as st
 from torch import nn
 
-from ddp_ref import initialize_ddp, run_ranks
-from ddp_ref import checkpoint
+from ddp_ref import checkpoint, initialize_ddp, run_ranks
 from ddp_ref.checkpoint import DamagedCheckpoint
 
 LIMIT = timedelta(minutes=4)

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from ddp_ref.training.samplers import TrainSampler, _rows as rows
 from harness import Running, run, wait_until
 from hypothesis import given, strategies as st
 from torch.utils.data import (
@@ -26,7 +27,6 @@ from torch.utils.data import (
 )
 
 from ddp_ref.data import TrainBatches, eval_loader, train_loader
-from ddp_ref.training.samplers import TrainSampler, _rows as rows
 
 SIZES = st.integers(1, 40)
 WORLDS = st.integers(1, 6)

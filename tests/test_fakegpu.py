@@ -9,13 +9,13 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from ddp_ref.training.rank_sync import RankSync
 from harness import ROOT, SCRIPTS, Running, free_port, run, torchrun, wait_until
 from rank_checks import checks
 from test_find_hang import FIND_HANG, FREEZE
 from training_job import job
 
 from ddp_ref import Callback, barrier, initialize_ddp, on_rank, run_ranks
-from ddp_ref.training.rank_sync import RankSync
 
 if "FAKE_GPUS" not in os.environ or not torch.cuda.device_count():
     pytest.skip("needs the fake GPU, and -m gpu: make test-fakegpu", allow_module_level=True)

@@ -13,12 +13,12 @@ from unittest.mock import Mock
 import handler_checks
 import pytest
 import torch
-from harness import TESTS, run, torchrun, wait_until
+from harness import TESTS, run, torchrun
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
 from training_job import Points, accuracy, flat, job, network
 
-from ddp_ref import Callback, initialize_ddp, run_ranks
+from ddp_ref import Callback, run_ranks
 from ddp_ref.model import move
 from ddp_ref.signals import caught_signals
 

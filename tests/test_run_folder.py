@@ -9,11 +9,11 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+from ddp_ref.training.run_folder import write_history
 from training_job import Points, job
 
 from ddp_ref import Callback, Checkpoint, LearningRateMonitor, run_ranks
 from ddp_ref.extras.figures import _figure
-from ddp_ref.training.run_folder import write_history
 
 LIMIT = timedelta(minutes=4)
 LINE = re.compile(r"\[RANK 0\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO ddp_ref\.handler: (.+)")

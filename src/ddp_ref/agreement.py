@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 COMPARED = (
     *("seed", "accumulate", "sync_every", "clip_norm", "precision", "on_nonfinite"),
-    *("scheduler_unit", "epoch", "step", "samples_seen"),
+    *("scheduler_unit", "epoch", "step", "samples_seen", "steps_per_epoch", "steps_left"),
 )
 TOLERANCE = 1e-6  # of a parameter's norm, relative: GPUs of different models round differently
 DRAWS = 8  # how often two ranks' different items are drawn again, in case they are random

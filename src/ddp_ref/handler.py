@@ -177,7 +177,7 @@ class Handler:
         self._rng: Any = (self.seed, self.rank)  # a seed or a state, to be set when an epoch starts
         self._train_loader: Any = None
         self._val_loader: Any = None
-        self._steps_per_epoch: int | None = None
+        self.steps_per_epoch: int | None = None  #: for data without a length
         self._samples_per_batch = 1  # over all ranks
         self._stream: Iterator[Any] | None = None
         self._compared: Any = None  # the loaders whose data the ranks have compared
@@ -214,7 +214,7 @@ class Handler:
             settings.check_count("steps_per_epoch", steps_per_epoch)
         if (length_or_none(made) is None) != (steps_per_epoch is not None):
             raise ValueError("pass steps_per_epoch for data without a length, and only for it")
-        self._train_loader, self._steps_per_epoch, self._stream = made, steps_per_epoch, None
+        self._train_loader, self.steps_per_epoch, self._stream = made, steps_per_epoch, None
         self._samples_per_batch = samples_per_batch(made) * self.info.world_size
 
     def set_val_loader(
@@ -465,24 +465,24 @@ class Handler:
                 "notice: set it before, or save, and go on with a new Handler that loads the file"
             )
         own = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
-        data = {"samples": own and own.size, "shuffle": own and own.shuffle}
+        data = {name: getattr(own, name, None) for name in ("size", "shuffle")}
         if self.samples_seen and self.data != data:
             raise ValueError(
                 f"an epoch that started with {self.data} cannot go on with {data}: use the same "
                 "data, shuffle and sampler, or load a checkpoint of an epoch's end"
             )
         self.data = data
-        if self.samples_seen and not own:
+        if self.samples_seen and own is None:
             why = "because only Handler's own sampler can continue in the middle of an epoch"
             warnings.warn(f"epoch {self.epoch + 1} starts again, {why}", stacklevel=4)
             self._reset_epoch()
         self._seed_workers(loader, self.samples_seen)
         seek(loader, self.epoch, self.samples_seen)
         number, batches = self._batches(), loader
-        if self._steps_per_epoch:
+        if self.steps_per_epoch:
             self._stream = self._stream or endless(loader)
             batches = islice(self._stream, number)
-        elif self.distributed and not own:  # it may change with the epoch
+        elif self.distributed and own is None:  # it may change with the epoch
             check_same({"number of batches": number}, {}, self.device)
         if not number and not self.samples_seen:
             raise ValueError(
@@ -493,7 +493,7 @@ class Handler:
 
     def _batches(self) -> int:
         """Return how many batches the epoch has, from where the loader's sampler starts."""
-        steps = self._steps_per_epoch
+        steps = self.steps_per_epoch
         return steps * self.accumulate if steps else len(self._train_loader)
 
     def _end_epoch(self) -> None:
