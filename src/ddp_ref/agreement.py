@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 COMPARED = (
     *("seed", "accumulate", "sync_every", "clip_norm", "precision", "on_nonfinite"),
-    *("scheduler_unit", "epoch", "step", "samples_seen", "steps_per_epoch", "steps_left"),
+    *("scheduler_unit", "epoch", "step", "samples_seen", "steps_per_epoch"),
 )
 TOLERANCE = 1e-6  # of a parameter's norm, relative: GPUs of different models round differently
 DRAWS = 8  # how often two ranks' different items are drawn again, in case they are random
@@ -53,7 +53,7 @@ def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, 
         own[f"{name} data"] = type(loader).__name__
         own[f"number of {name} items"] = length_or_none(getattr(loader, "dataset", None))
         own[f"{name} batch size"] = getattr(loader, "batch_size", None)
-    return own
+    return own | {"number of steps left in the epoch": handler.steps_left}
 
 
 def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch.device) -> None:
