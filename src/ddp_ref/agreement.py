@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 COMPARED = (
     *("seed", "accumulate", "sync_every", "clip_norm", "precision", "on_nonfinite"),
-    *("scheduler_unit", "epoch", "step", "samples_seen", "steps_per_epoch"),
+    *("epoch", "step", "samples_seen", "steps_per_epoch"),
 )
 TOLERANCE = 1e-6  # of a parameter's norm, relative: GPUs of different models round differently
 DRAWS = 8  # how often two ranks' different items are drawn again, in case they are random
@@ -42,6 +42,7 @@ def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, 
         part = getattr(handler, name)
         own[name] = getattr(part, "__qualname__", type(part).__name__)
     own |= {"metrics": list(handler.metrics), "count": handler.count is not None}
+    own["scheduler_unit"] = handler.scheduler_unit
     for number, group in enumerate(group_settings(handler.optimizer)):
         for name, value in group.items():
             plain = value.item() if isinstance(value, Tensor) else value
