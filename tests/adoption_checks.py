@@ -22,6 +22,7 @@ from handler_checks import (
 from rank_checks import run_checks
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -169,6 +170,30 @@ def check_loaders_that_cannot_be_sharded_are_refused():
         handler.set_train_loader({"a": data, "b": data})
     with pytest.raises(ValueError, match="one data set, not a list of DataLoader: pass one"):
         handler.set_val_loader([DataLoader(data, 2)], 2)
+
+
+class Table(Points):
+    """Reads several rows at once, as torch's recipe for bulk reads does."""
+
+    def __getitem__(self, indices):
+        assert len(indices) == 3
+        return self.inputs[indices], self.targets[indices]
+
+
+def check_a_loader_without_a_batch_size_is_used_if_its_sampler_is_rank_aware():
+    data, handler = Table(12 * world_size()), job()
+
+    def loader(sampler):
+        return DataLoader(data, None, sampler=BatchSampler(sampler, 3, drop_last=False))
+
+    handler.set_train_loader(loader(DistributedSampler(data, world_size(), rank())))
+    handler.train(1)
+    assert handler.step == 4
+    if dist.is_initialized():
+        with pytest.raises(ValueError, match=r"this RandomSampler is .*\(inside a Batch"):
+            handler.set_train_loader(loader(RandomSampler(data)))
+    with pytest.raises(ValueError, match="a BatchSampler may not: pass only the data"):
+        handler.set_val_loader(loader(RandomSampler(data)))
 
 
 # Streams

@@ -163,6 +163,18 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path):
     assert last.epoch == 2 and last.history == handler.history
 
 
+def test_the_best_checkpoint_is_written_before_the_steps(tmp_path):
+    """So a full disk between the two cannot leave an older best for ever."""
+
+    class Full(Checkpoint):
+        def _save(self):
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        job(12, 2, callbacks=[Full(tmp_path, monitor="train_loss")]).train(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
+
+
 def test_the_progress_bar_counts_the_steps_of_each_epoch(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", None)  # an import would fail
     with pytest.warns(UserWarning, match="no progress bar without tqdm: pip install tqdm"):

@@ -7,6 +7,7 @@ take the same decisions.
 import os
 import re
 import signal
+import threading
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -18,7 +19,7 @@ from rank_checks import check_passes, checks, on_ranks
 from torch import nn
 from training_job import Points, accuracy, flat, job, network
 
-from ddp_ref import Callback, run_ranks
+from ddp_ref import Callback, Checkpoint, Handler, run_ranks
 from ddp_ref.model import move
 from ddp_ref.signals import caught_signals
 
@@ -203,6 +204,103 @@ def test_a_fresh_start_and_a_file_that_does_not_fit(tmp_path, capsys):
     ):
         with pytest.raises(ValueError, match=text):
             other.load(tmp_path / f"{name}.pt")
+
+
+def test_only_the_first_train_tries_to_save(tmp_path):
+    handler, saves = job(callbacks=[Checkpoint(tmp_path, None)]), []
+    save = handler.save
+    handler.save = lambda path: saves.append(path.name) or save(path)
+    for epochs in (0, 1, 2):
+        handler.train(epochs)
+    assert saves == [".before_training.pt", "step_000000007.pt", "step_000000014.pt"]
+
+
+def test_saving_leaves_the_callers_random_numbers_alone(tmp_path):
+    handler = job()
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    handler.save(tmp_path / "a.pt")
+    assert torch.rand(()) == expected
+    resumed = job()
+    resumed.load(tmp_path / "a.pt")
+    for each in (handler, resumed):
+        each.train(1)
+    assert torch.equal(flat(handler.model), flat(resumed.model))
+
+
+def test_a_stop_before_training_or_from_another_thread_is_not_lost():
+    handler = job()
+    handler.stop()
+    handler.train(2)
+    assert handler.step == 0
+    handler.train(1)
+    assert handler.step == 7
+
+    class Asks(Callback):
+        def on_step_end(self):
+            if self.handler.step == 9:
+                thread = threading.Thread(target=self.handler.stop)
+                thread.start()
+                thread.join()
+
+    handler = job(callbacks=[Asks()], sync_every=1)
+    handler.train(9)
+    assert handler.step == 9
+
+
+def test_unfreezing_needs_an_optimizer_with_all_parameters_from_the_start(tmp_path):
+    def make(stage, parameters):
+        model = network()
+        model[0].requires_grad_(stage == 2)
+        optimizer = torch.optim.SGD(parameters(model, stage), lr=0.1, momentum=0.9)
+        handler = Handler(model, optimizer, nn.functional.cross_entropy, device="cpu")
+        handler.set_train_loader(Points(12), 3)
+        return handler
+
+    def trainable(model, stage):
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def groups(model, stage):
+        return [{"params": list(part.parameters())} for part in (model[3], model[0])[:stage]]
+
+    for wrong, numbers in ((trainable, r"\[2\], not \[4\]"), (groups, r"\[2\], not \[2, 2\]")):
+        make(1, wrong).save(tmp_path / "a.pt")
+        with pytest.raises(ValueError, match=f"groups of {numbers} parameters: to unfreeze layers"):
+            make(2, wrong).load(tmp_path / "a.pt")
+    handler = make(1, lambda model, stage: model.parameters())
+    handler.train(1)
+    assert torch.equal(handler.module[0].weight, network()[0].weight)
+    handler.save(tmp_path / "a.pt")
+    handler = make(2, lambda model, stage: model.parameters())
+    handler.load(tmp_path / "a.pt")
+    handler.train(2)
+    assert not torch.equal(handler.module[0].weight, network()[0].weight)
+
+
+SHORT = """
+import sys
+from ddp_ref import cleanup_ddp, initialize_ddp
+from datetime import timedelta
+from training_job import Points, job
+
+class Short:
+    rank = property(lambda self: info.rank)
+    num_replicas = property(lambda self: info.world_size)
+    def __len__(self): return 8
+    def __iter__(self):
+        yield from [[0, 1]] * (8 - (info.rank == 1))
+
+info = initialize_ddp(timedelta(minutes=5))
+job(loader={"batch_sampler": Short()}, batch_size=None).train(1)
+"""
+
+
+def test_a_sampler_that_ends_early_on_one_rank_is_an_error_there_and_no_hang(tmp_path):
+    (tmp_path / "script.py").write_text(SHORT)
+    ended = run(*torchrun(2, "script.py"), cwd=tmp_path, env=TESTS, timeout=60)
+    assert ended.code == 1
+    assert "this rank's loader ended after 7 of 8 batches, and other ranks wait" in ended.stderr
 
 
 def test_a_copy_to_the_cpu_is_complete_when_move_returns():

@@ -198,6 +198,18 @@ def check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> 
             )
 
 
+def check_groups(path: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError unless the saved optimizer has as many parameters in each group."""
+    groups = saved["optimizer"]["param_groups"], optimizer.param_groups
+    theirs, own = ([len(group["params"]) for group in each] for each in groups)
+    if theirs != own:
+        raise ValueError(
+            f"{path} was saved with groups of {theirs}, not {own} parameters: to unfreeze layers, "
+            "give the optimizer all parameters from the start, in the same groups; it leaves those "
+            "with requires_grad=False alone"
+        )
+
+
 def _plain(value: Any, name: str = "") -> Any:
     """Return `value` with Python's numbers for NumPy's; raise TypeError if `read` would reject it.
 

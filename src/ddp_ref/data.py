@@ -183,7 +183,8 @@ def eval_loader(
     ours = isinstance(data, Loader) and type(own) is range  # from a loader of this function
     if not ours and type(own) not in (type(None), DistributedSampler):
         raise ValueError(
-            f"evaluation uses each item once, but a {type(own).__name__} may not: pass a Subset"
+            f"evaluation uses each item once, but a {type(own).__name__} may not: pass only the "
+            "data set, or a Subset of it, and batch_size"
         )
     shard = range(rank, length_of(dataset), world_size)
     check_count("batch_size", options.get("batch_size"))

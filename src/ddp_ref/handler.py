@@ -285,6 +285,7 @@ class Handler:
             self.log(f"{file} is not from Handler.save: taking its weights only")
             return
         checkpoint.check_fits(file, saved, self._must_match())
+        checkpoint.check_groups(file, saved, self.optimizer)
         ranks, own = saved["ranks"], settings.group_settings(self.optimizer)
         if self.rank == 0:
             for change in settings.changes(self.settings, saved["settings"], keep, self.scheduler):
