@@ -29,6 +29,7 @@ COMPARED = (
     *("epoch", "step", "samples_seen", "steps_per_epoch"),
 )
 TOLERANCE = 1e-6  # of a parameter's norm, relative: GPUs of different models round differently
+DRAWN = 4  # items of a data set that are compared: of two, the labels would often be equal
 DRAWS = 8  # how often two ranks' different items are drawn again, in case they are random
 LONGEST = 100  # characters of a value in an error
 MISSING = "missing"
@@ -62,24 +63,23 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
 
     Args:
         own: This rank's settings by name.
-        loaders: This rank's loaders by name; their first and last items must be the same.
+        loaders: This rank's loaders by name; some of their items must be the same.
         device: This rank's device.
     """
-    ends = {f"{name} items": ends_of(loader, device) for name, loader in loaders.items()}
-    own = {**own, **ends}
-    every = exchange_objects(own)
+    items = {f"{name} items": items_of(loader, device) for name, loader in loaders.items()}
+    every = exchange_objects({**own, **items})
     for name in dict.fromkeys(name for each in every for name in each):
         values = [each.get(name, MISSING) for each in every]
         if all(value == values[0] for value in values):
             continue
-        if name in ends and MISSING not in values:
+        if name in items and MISSING not in values:
             loader = loaders[name.removesuffix(" items")]
-            again = all(ends_of(loader, device) == ends[name] for _ in range(DRAWS))
+            again = all(items_of(loader, device) == items[name] for _ in range(DRAWS))
             if not all(exchange_objects(again)):
                 continue  # the items are random
         ranks: dict[str, list[int]] = {}
         for rank, value in enumerate(values):
-            ranks.setdefault(repr(value), []).append(rank)
+            ranks.setdefault(str(value), []).append(rank)
         text = "; ".join(f"{v:.{LONGEST}} on rank {str(r)[1:-1]:.40}" for v, r in ranks.items())
         raise ValueError(f"all ranks must have the same {name}, but it is {text:.600}")
 
@@ -119,8 +119,8 @@ def _norm(value: Tensor) -> Tensor:
     return torch.linalg.vector_norm(real, dtype=torch.float64)
 
 
-def ends_of(loader: DataLoader[Any] | None, device: torch.device) -> str:
-    """Return what identifies the first and the last item of a loader's data set.
+def items_of(loader: DataLoader[Any] | None, device: torch.device) -> str:
+    """Return what identifies some items of a loader's data set, the first and the last among them.
 
     They are drawn through the loader's own settings, in a worker if it has any, so that no file is
     opened before a fork. All ranks draw with the same seed. With a sampler of the user's, which may
@@ -128,16 +128,16 @@ def ends_of(loader: DataLoader[Any] | None, device: torch.device) -> str:
     """
     if loader is None or type(loader.sampler) not in (TrainSampler, range):
         return ""
-    last, workers = len(loader.dataset) - 1, min(loader.num_workers, 1)  # type: ignore[arg-type]
+    size, workers = len(loader.dataset), min(loader.num_workers, 1)  # type: ignore[arg-type]
     names = ("worker_init_fn", "timeout", "multiprocessing_context") if workers else ()
     options: dict[str, Any] = {name: getattr(loader, name) for name in names}
     options |= {"num_workers": workers, "generator": torch.Generator().manual_seed(0)}
     state = generator_state(device)
     seed_everything(0)
     try:
-        ends = [[0, last]] if last >= 0 else []
+        which = [part * (size - 1) // (DRAWN - 1) for part in range(DRAWN)] if size else []
         drawn = "".join(
-            DataLoader(loader.dataset, batch_sampler=ends, collate_fn=_described, **options)
+            DataLoader(loader.dataset, batch_sampler=[which], collate_fn=_described, **options)
         )
     finally:
         set_generator_state(state, device)
@@ -147,9 +147,9 @@ def ends_of(loader: DataLoader[Any] | None, device: torch.device) -> str:
 def _described(value: Any) -> str:
     """Return a text for `value`, which is the same for equal data in every process."""
     if isinstance(value, Mapping):
-        return str(sorted((str(name), _described(part)) for name, part in value.items()))
+        return ", ".join(sorted(f"{name}: {_described(part)}" for name, part in value.items()))
     if isinstance(value, list | tuple):
-        return str([_described(part) for part in value])
+        return f"({', '.join(map(_described, value))})"
     if isinstance(value, str | int | None):
         return repr(value)
     with suppress(Exception):  # objects of the user's: anything may happen
@@ -158,6 +158,7 @@ def _described(value: Any) -> str:
             if numbers.is_floating_point():  # its last bits may depend on the processor
                 numbers = numbers.double().abs()
                 return f"{[*numbers.shape]} {numbers.sum():.4g} {numbers.norm():.4g}"
-            return f"{[*numbers.shape]} {zlib.crc32(numbers.numpy().tobytes())}"
+            whole = zlib.crc32(numbers.numpy().tobytes())
+            return f"{numbers.item()}" if numbers.numel() == 1 else f"{[*numbers.shape]} {whole}"
         return f"{type(value).__name__} {zlib.crc32(pickle.dumps(value))}"
     return type(value).__name__
