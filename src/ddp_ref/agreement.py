@@ -113,7 +113,7 @@ def check_replicas(model: nn.Module, distributed: bool) -> None:
             )
 
 
-def _norm(value: Tensor) -> Tensor:
+def _norm(value: Tensor) -> Any:
     real = torch.view_as_real(value) if value.is_complex() else value
     real = real.float() if real.element_size() == 1 else real  # float8
     return torch.linalg.vector_norm(real, dtype=torch.float64)

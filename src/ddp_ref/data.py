@@ -73,6 +73,11 @@ class Loader(DataLoader[Any]):
             options["generator"] = torch.Generator().manual_seed(seed)
         super().__init__(dataset, **options)
 
+    def set_seed(self, *parts: int) -> None:
+        """Seed the workers of the next iteration, unless the generator is the user's own."""
+        if not self.has_own_generator:
+            self.generator.manual_seed(seed_from(*parts))
+
     def __iter__(self) -> Any:
         data: Any = self.dataset
         plain = getattr(type(data), "__getitem__", None) is TensorDataset.__getitem__

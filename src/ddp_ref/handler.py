@@ -25,7 +25,6 @@ from .agreement import check_replicas, check_same, shared
 from .callbacks import Callback, Checkpoint, HistoryFile, check_monitors
 from .collectives import gather_objects
 from .data import (
-    Loader,
     TrainSampler,
     endless,
     eval_loader,
@@ -37,7 +36,7 @@ from .data import (
     windows,
 )
 from .decorators import on_rank
-from .metrics import Sums, accumulates, compute_objects, count_of, reset_objects
+from .metrics import Sums, accumulates, compute_objects, count_of, reset_objects, weight_of
 from .model import (
     CPU,
     evaluating,
@@ -45,10 +44,11 @@ from .model import (
     move,
     move_and_wrap,
     rows_of,
+    run_model,
     unwrap_model,
     use_device,
 )
-from .randomness import generator_state, seed_everything, seed_from, set_generator_state
+from .randomness import generator_state, seed_everything, set_generator_state
 from .signals import EXIT_CODE, Signalled, caught_signals
 
 R = TypeVar("R")
@@ -233,12 +233,12 @@ class Handler:
         self._val_loader = self._loader(eval_loader, data, batch_size, **loader)
 
     @property
-    def train_loader(self) -> DataLoader[Any] | None:
+    def train_loader(self) -> Any:
         """This rank's training loader; `set_train_loader` sets it."""
         return self._train_loader
 
     @property
-    def val_loader(self) -> DataLoader[Any] | None:
+    def val_loader(self) -> Any:
         """This rank's validation loader; `set_val_loader` sets it."""
         return self._val_loader
 
@@ -287,27 +287,20 @@ class Handler:
         checkpoint.check_fits(file, saved, self._must_match())
         checkpoint.check_groups(file, saved, self.optimizer)
         ranks, own = saved["ranks"], settings.group_settings(self.optimizer)
-        if self.rank == 0:
-            for change in settings.changes(self.settings, saved["settings"], keep, self.scheduler):
-                warnings.warn(f"{file} was saved {change}", stacklevel=2)
-            if self.scheduler_unit == "step" and len(ranks) != self.info.world_size:
-                warnings.warn(
-                    f"{file} was saved by {len(ranks)} ranks, and {self.info.world_size} ranks "
-                    "take another number of steps per epoch: a scheduler that counts steps now "
-                    f"ends at another epoch: plan it again, or use {len(ranks)} ranks",
-                    stacklevel=2,
-                )
+        changes = settings.changes(self.settings, saved["settings"], keep, self.scheduler)
+        if self.scheduler_unit == "step" and len(ranks) != self.info.world_size:
+            changes.append(settings.OTHER_RANKS.format(len(ranks), self.info.world_size))
+        for change in changes if self.rank == 0 else ():
+            warnings.warn(f"{file} was saved {change}", stacklevel=2)
         checkpoint.load_weights(self.model, saved["model"])
         for name, part in self._parts().items():
             part.load_state_dict(saved[name])
         for name in STATE:
             setattr(self, name, saved[name])
         self._load_ranks(ranks)
-        groups = zip(self.optimizer.param_groups, self.settings, own, strict=True)
-        for group, started_with, before in groups:
-            kept = {name: before[name] for name in keep if name in before}
-            group.update(kept)
-            started_with.update(kept)
+        for groups in (self.optimizer.param_groups, self.settings):
+            for group, before in zip(groups, own, strict=True):
+                group.update({name: before[name] for name in keep if name in before})
         self.log(f"loaded {file}: epoch {self.epoch}, step {self.step}")
 
     def _load_ranks(self, ranks: list[dict[str, Any]]) -> None:
@@ -343,34 +336,23 @@ class Handler:
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any, Tensor]:
         """Move the batch to the device and run the model; return outputs, targets and the loss."""
-        batch = move(batch, self.device)
-        if self.forward is not None:
-            pair: Any = self.forward(model, batch)
-        elif isinstance(batch, list | tuple) and len(batch) == 2:
-            pair = model(batch[0]), batch[1]
-        else:
-            size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
-            raise ValueError(
-                f"a batch must be (inputs, targets), not a {type(batch).__name__}{size}: pass "
-                "forward= to Handler, or give the loader a collate_fn that returns pairs"
-            )
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(f"forward must return (outputs, targets), not a {type(pair).__name__}")
-        loss = self.loss_fn(*pair)
+        outputs, targets = run_model(model, move(batch, self.device), self.forward)
+        loss = self.loss_fn(outputs, targets)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, not {loss!r:.60}: leave out .item()")
-        return pair[0], pair[1], loss
+        return outputs, targets, loss
 
     def _run_step(self, window: list[tuple[Any, int | None]]) -> None:
         """Take one optimizer step with the mean gradient over the samples of all batches."""
         counts = [count_of(batch, items, self.count) for batch, items in window]
-        weight = self._weight_of(counts)
+        world_size = self.info.world_size if self.count else 1  # else all ranks have equal counts
+        weight = weight_of(counts, world_size, self.device)
         skips = self.on_nonfinite == "skip"
         before = (self._sums.count, self._sums.totals.clone()) if skips else None
         self.optimizer.zero_grad()
         for number, ((batch, _), count) in enumerate(zip(window, counts, strict=True), start=1):
             last = number == len(window) or not isinstance(self.model, DistributedDataParallel)
-            with nullcontext() if last else self.model.no_sync():  # DDP averages in the last one
+            with nullcontext() if last else self.model.no_sync():  # type: ignore[operator]
                 self._run_batch(batch, count, weight)
         taken = self._step_optimizer()
         if taken and self.scheduler_unit == "step":
@@ -381,26 +363,6 @@ class Handler:
         self.step += 1
         self.skipped += not taken
         self.samples_seen += len(window) * self._samples_per_batch
-
-    def _weight_of(self, counts: list[float]) -> Callable[[float], Any]:
-        """Return the function that weights a loss by the count of its batch.
-
-        DDP averages the ranks' gradients as if all ranks had the same count. If counts may differ,
-        the ranks add them up while the forward pass runs, and each rank scales its loss so that
-        DDP's average becomes the mean over all samples.
-        """
-        own = sum(counts)
-        if self.count is None or not self.distributed:
-            return lambda count: count / own if own else 0.0
-        # torch.tensor would wait for the GPU.
-        total = torch.full((), float(own), dtype=torch.float64, device=self.device)
-        work: Any = dist.all_reduce(total, async_op=True)
-
-        def weight(count: float) -> Tensor:
-            work.wait()  # on a GPU the stream waits, not the host
-            return (count * self.info.world_size / total).nan_to_num(0.0)  # 0 / 0: no samples
-
-        return weight
 
     def _step_optimizer(self) -> bool:
         """Clip the gradients and step; return False if the step was left out."""
@@ -477,7 +439,7 @@ class Handler:
             why = "because only Handler's own sampler can continue in the middle of an epoch"
             warnings.warn(f"epoch {self.epoch + 1} starts again, {why}", stacklevel=4)
             self._reset_epoch()
-        self._seed_workers(loader, self.samples_seen)
+        loader.set_seed(self.seed, self.epoch, self.rank, self.samples_seen)
         seek(loader, self.epoch, self.samples_seen)
         number, batches = self._batches(), loader
         if self.steps_per_epoch:
@@ -494,15 +456,13 @@ class Handler:
 
     def _batches(self) -> int:
         """Return how many batches the epoch has, from where the loader's sampler starts."""
-        steps = self.steps_per_epoch
-        return steps * self.accumulate if steps else len(self._train_loader)
+        return (self.steps_per_epoch or 0) * self.accumulate or len(self._train_loader)
 
     def _end_epoch(self) -> None:
         """Validate, add the epoch to the history, and step a scheduler that counts epochs."""
         check_replicas(self.module, self.distributed)
         values = {f"train_{name}": value for name, value in self.running.items()}
         if self._val_loader is not None:
-            self._seed_workers(self._val_loader)
             batches = self._until_a_signal(self._val_loader)
             means = self._evaluate(batches, self._val_loader, self.distributed)
             values |= {f"val_{name}": value for name, value in means.items()}
@@ -546,8 +506,8 @@ class Handler:
     def _save_snapshot(self, path: str | Path) -> None:
         rng = generator_state(self.device) if self._rng is None else self._rng
         loss = self.loss_fn.state_dict() if isinstance(self.loss_fn, nn.Module) else {}
-        own = {"rng": rng, "count": self._sums.count, "totals": self._sums.totals, "loss_fn": loss}
-        own = move(own, CPU)
+        sums = {"count": self._sums.count, "totals": self._sums.totals}
+        own = move({"rng": rng, "loss_fn": loss} | sums, CPU)
         ranks = gather_objects(own) if self.distributed else [own]
 
         def write() -> None:
@@ -678,7 +638,6 @@ class Handler:
         if self.distributed:
             items = len(self._val_loader.dataset)
             check_same({"number of validation items": items}, {}, self.device)
-        self._seed_workers(self._val_loader)
         return self._evaluate(self._val_loader, self._val_loader, self.distributed)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
@@ -692,6 +651,8 @@ class Handler:
         return self._evaluate(batches, batches, distributed=False)
 
     def _evaluate(self, batches: Iterable[Any], loader: Any, distributed: bool) -> dict[str, float]:
+        if loader is self._val_loader:
+            loader.set_seed(self.seed, self.epoch, self.rank)
         sums = Sums(self._functions, self.device)
         reset_objects(self._objects, distributed)
         with evaluating(self.model if distributed else self.module, self.device) as model:
@@ -874,12 +835,6 @@ class Handler:
             seed_everything(*rng)
         elif rng is not None:
             set_generator_state(rng, self.device)
-
-    def _seed_workers(self, loader: Any, *parts: int) -> None:
-        """Let the loader's workers draw other numbers in each epoch and on each rank."""
-        if isinstance(loader, Loader) and not loader.has_own_generator:
-            seed = seed_from(self.seed, self.epoch, self.rank, *parts)
-            loader.generator.manual_seed(seed)
 
     def _on_rank_0(self, work: Callable[[], R]) -> R | None:
         return on_rank(0)(work)() if self.distributed else work()

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .collectives import exchange_objects
@@ -109,6 +110,34 @@ def _sizes(value: Any) -> list[int]:
     if isinstance(value, Mapping | list | tuple):
         return [size for part in parts for size in _sizes(part)]
     return []
+
+
+def weight_of(
+    counts: Sequence[float], world_size: int, device: torch.device
+) -> Callable[[float], Any]:
+    """Return the function that weights a loss by the count of its batch.
+
+    DDP averages the ranks' gradients as if all ranks had the same count. If counts may differ, the
+    ranks add them up while the forward pass runs, and each rank scales its loss so that DDP's
+    average becomes the mean over all samples.
+
+    Args:
+        counts: The counts of this rank's batches of a step.
+        world_size: The number of ranks; 1 if their counts are equal.
+        device: This rank's device.
+    """
+    own = sum(counts)
+    if world_size == 1:
+        return lambda count: count / own if own else 0.0
+    # torch.tensor would wait for the GPU.
+    total = torch.full((), float(own), dtype=torch.float64, device=device)
+    work: Any = dist.all_reduce(total, async_op=True)
+
+    def weight(count: float) -> Tensor:
+        work.wait()  # on a GPU the stream waits, not the host
+        return (count * world_size / total).nan_to_num(0.0)  # 0 / 0: no rank has a sample
+
+    return weight
 
 
 # Metric objects, such as those of torchmetrics

@@ -77,6 +77,29 @@ def use_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def run_model(model: nn.Module, batch: Any, forward: Any) -> tuple[Any, Any]:
+    """Run the model on a batch; return its outputs and the targets.
+
+    Args:
+        model: The model, perhaps in DDP.
+        batch: The batch, on the model's device.
+        forward: The user's function of model and batch; None for a batch of inputs and targets.
+    """
+    if forward is not None:
+        pair = forward(model, batch)
+    elif isinstance(batch, list | tuple) and len(batch) == 2:
+        pair = model(batch[0]), batch[1]
+    else:
+        size = f" of {len(batch)}" if isinstance(batch, list | tuple) else ""
+        raise ValueError(
+            f"a batch must be (inputs, targets), not a {type(batch).__name__}{size}: pass forward= "
+            "to Handler, or give the loader a collate_fn that returns pairs"
+        )
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ValueError(f"forward must return (outputs, targets), not a {type(pair).__name__}")
+    return pair[0], pair[1]
+
+
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
     """Give the model inside DDP, in eval mode and without gradients (collective).

@@ -16,6 +16,10 @@ from .model import use_device
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 SET_BY_SCHEDULER = {"lr", "initial_lr"}  # what a scheduler sets in the optimizer's groups
+OTHER_RANKS = (
+    "by {0} ranks, and {1} ranks take another number of steps per epoch: a scheduler that counts "
+    "steps now ends at another epoch: plan it again, or use {0} ranks"
+)
 CHANGE_LR = "after the load, multiply each group's lr and the scheduler's base_lrs by one factor"
 
 
