@@ -15,15 +15,10 @@ from lines_of_code import lines_of_code
 PACKAGE = ROOT / "src" / "ddp_ref"
 # A module imports only from those before it.
 CORE = ["launch", "initialize", "collectives", "decorators", "randomness"]
-FOLDERS = {  # the folders, and the modules and folders that each may import from
-    "training": CORE,
-    "extras": [*CORE, "handler", "training"],
-}
-TOP = {  # the modules that are neither in the core nor in a folder, likewise
-    "handler": [*CORE, "training"],
-    "workers": CORE,
-    "__init__": [*CORE, *FOLDERS, "handler", "workers"],
-}
+TRAINING = ["signals", "model", "metrics", "settings", "data", "checkpoint", "callbacks"]
+TRAINING += ["agreement", "handler"]
+FOLDERS = {"extras": [*CORE, *TRAINING]}  # the folder, and what its modules may import from
+TOP = {"workers": CORE, "__init__": [*CORE, *TRAINING, "extras", "workers"]}  # likewise
 RELEASE_TOOLS = ["build", "check-wheel-contents", "twine"]
 
 
@@ -86,8 +81,9 @@ def test_import_is_light(tmp_path):
 
 def modules():
     """Yield each module's path in the package, and where it may import from."""
-    for index, name in enumerate(CORE):
-        yield f"{name}.py", CORE[:index]
+    flat = CORE + TRAINING
+    for index, name in enumerate(flat):
+        yield f"{name}.py", flat[:index]
     for name, above in TOP.items():
         yield f"{name}.py", above
     for folder, above in FOLDERS.items():
@@ -112,8 +108,10 @@ def test_imports_point_upwards():
                 assert "ddp_ref" not in ast.unparse(node), module
                 continue
             lazily = ["extras"] if module == "handler.py" and node not in tree.body else []
-            name = folder if folder and node.level == 1 else node.module.split(".")[0]
-            assert name in [*above, *lazily], (module, node.module)
+            own = node.module.split(".")[0] if node.module else None
+            names = [own or alias.name for alias in node.names]
+            names = [folder] if folder and node.level == 1 else names
+            assert {*names} <= {*above, *lazily}, (module, names)
 
 
 @pytest.mark.full  # pip downloads the tools, and hatchling to build the package
@@ -158,10 +156,10 @@ def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
 BUDGETS = {  # lines of code without docstrings and comments: what was reached, and 3 % more
     "core": ([f"{name}.py" for name in CORE], 793),
     "workers": (["workers.py"], 260),
-    "handler": (["handler.py"], 330),
-    "training": (["training/*.py"], 1550),
+    "handler": (["handler.py"], 560),
+    "training": ([f"{name}.py" for name in TRAINING[:-1]], 1100),
     "extras": (["extras/*.py"], 507),
-    "package": (["**/*.py"], 3507),
+    "package": (["**/*.py"], 3180),
 }
 
 
@@ -170,4 +168,4 @@ def test_the_package_stays_small(patterns, limit):
     files = [file for pattern in patterns for file in sorted(PACKAGE.glob(pattern))]
     lines = {str(f.relative_to(PACKAGE)): lines_of_code(f.read_text()) for f in files}
     assert 0 < sum(lines.values()) <= limit, lines
-    assert max(lines.values()) <= 336, lines
+    assert max(lines.values()) <= 560, lines

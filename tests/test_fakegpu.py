@@ -9,7 +9,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_ref.training.rank_sync import RankSync
 from harness import ROOT, SCRIPTS, Running, free_port, run, torchrun, wait_until
 from rank_checks import checks
 from test_find_hang import FIND_HANG, FREEZE
@@ -64,7 +63,7 @@ def counts_of_20_steps(**options):
     ],
 )
 def test_waits_of_handler(options, waits):
-    """Handler waits once per summary (every 10 steps), plus what the options require."""
+    """Handler waits once per exchange (every 10 steps), plus what the options require."""
     assert counts_of_20_steps(**options) == (waits, 2 * STEPS, 0)  # a batch's two tensors
 
 
@@ -77,34 +76,6 @@ def test_waits_of_handler_under_a_group():
 
     counts = run_ranks(work, nproc=GPUS, timeout=LIMIT)
     assert counts[0] == ((2, 2 * STEPS, 0),) * 2
-
-
-def test_the_memory_of_a_summary_in_flight_is_not_reused():
-    """NCCL and a side stream still use it, so neither it nor a hidden copy of it may be freed."""
-
-    def work():
-        device = initialize_ddp(use_distributed=True).device
-        totals = torch.zeros(1, dtype=torch.float64, device=device)
-        sync = RankSync(device, True)
-
-        def events():
-            # Of the training stream, for tensors of more than one number.
-            trace = torch.cuda.memory._snapshot()["device_traces"][device.index]
-            ours = [event for event in trace if event["stream"] == 0 and event["size"] > 8]
-            return [event["action"] for event in ours if event["action"] != "snapshot"]
-
-        sync.start(1, totals)
-        sync.finish()
-        torch.zeros(1, device=device)  # now the memory of this first summary is free
-        torch.cuda.memory._record_memory_history()
-        sync.start(1, totals)
-        started = events()
-        sync.reset()
-        return started, events()
-
-    started, ended = run_ranks(work, nproc=GPUS, timeout=LIMIT)[0]
-    assert started == ["alloc"] * 2
-    assert ended == started + ["free_requested"] * 2  # but not free_completed
 
 
 def test_a_users_own_group_keeps_the_devices_that_the_user_set(capfd, monkeypatch):
