@@ -200,9 +200,9 @@ def check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
 def check_groups(path: Path, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError unless the saved optimizer has as many parameters in each group."""
-    groups = saved["optimizer"]["param_groups"], optimizer.param_groups
+    groups = saved["optimizer"].get("param_groups", []), optimizer.param_groups
     theirs, own = ([len(group["params"]) for group in each] for each in groups)
-    if theirs != own:
+    if theirs and theirs != own:  # an optimizer of the user's own may save another form
         raise ValueError(
             f"{path} was saved with groups of {theirs}, not {own} parameters: to unfreeze layers, "
             "give the optimizer all parameters from the start, in the same groups; it leaves those "
