@@ -156,10 +156,10 @@ def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
 BUDGETS = {  # lines of code without docstrings and comments: what was reached, and 3 % more
     "core": ([f"{name}.py" for name in CORE], 793),
     "workers": (["workers.py"], 260),
-    "handler": (["handler.py"], 560),
-    "training": ([f"{name}.py" for name in TRAINING[:-1]], 1100),
+    "handler": (["handler.py"], 540),
+    "training": ([f"{name}.py" for name in TRAINING[:-1]], 1160),
     "extras": (["extras/*.py"], 507),
-    "package": (["**/*.py"], 3180),
+    "package": (["**/*.py"], 3300),
 }
 
 

@@ -244,6 +244,18 @@ def write_history(history: Mapping[str, Sequence[float]], path: Path) -> None:
     temporary.replace(path)
 
 
+def ordered(callbacks: Sequence[Callback], run_dir: str | Path | None) -> list[Callback]:
+    """Return the user's callbacks and ours, which come last to see what the others changed.
+
+    A Checkpoint comes after all other callbacks of the user's: a resumed run does not call their
+    hooks again, so what these draw and change must be in the file.
+    """
+    every = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+    if run_dir is not None and not any(isinstance(callback, Checkpoint) for callback in every):
+        every.append(Checkpoint(run_dir))
+    return every if run_dir is None else [*every, HistoryFile(run_dir)]
+
+
 def check_monitors(handler: "Handler") -> None:
     """Raise ValueError if a callback or the scheduler watches what nothing records."""
     known = [*handler.names("train"), *handler.history]

@@ -20,34 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from . import checkpoint, settings
+from . import checkpoint, data as loading, model as models, settings
 from .agreement import check_replicas, check_same, shared
-from .callbacks import Callback, Checkpoint, HistoryFile, check_monitors
+from .callbacks import Callback, Checkpoint, check_monitors, ordered
 from .collectives import gather_objects
-from .data import (
-    TrainSampler,
-    endless,
-    eval_loader,
-    items_of_batches,
-    length_or_none,
-    samples_per_batch,
-    seek,
-    train_loader,
-    windows,
-)
 from .decorators import on_rank
 from .metrics import Sums, accumulates, compute_objects, count_of, reset_objects, weight_of
-from .model import (
-    CPU,
-    evaluating,
-    gather_parts,
-    move,
-    move_and_wrap,
-    rows_of,
-    run_model,
-    unwrap_model,
-    use_device,
-)
 from .randomness import generator_state, seed_everything, set_generator_state
 from .signals import EXIT_CODE, Signalled, caught_signals
 
@@ -143,8 +121,8 @@ class Handler:
         self.accumulate, self.sync_every, self.seed = accumulate, sync_every, operator.index(seed)
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
         #: the model, wrapped in DDP if there are other ranks
-        self.model = move_and_wrap(model, self.device, options, self.distributed)
-        self.module: Any = unwrap_model(model)  #: the model inside DDP and torch.compile
+        self.model = models.move_and_wrap(model, self.device, options, self.distributed)
+        self.module: Any = models.unwrap_model(model)  #: the model inside DDP and torch.compile
         self._trainable = [parameter.requires_grad for parameter in model.parameters()]
         self.optimizer = optimizer  #: the optimizer that was given
         if optimizer.state:  # Adagrad creates its state early, on the CPU: move it as well
@@ -162,7 +140,9 @@ class Handler:
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=precision == "fp16")
         self._scale: float | None = None  # the loss scale after the last step
         self.run_dir, self._log = run_dir, log
-        self.callbacks = self._take_callbacks(callbacks)
+        self.callbacks = ordered(callbacks, run_dir)  #: the callbacks, in the order of their calls
+        for callback in self.callbacks:
+            callback.handler = self
         self.epoch = 0  #: how many epochs have ended
         self.step = 0  #: optimizer steps in all epochs, including skipped ones
         self.skipped = 0  #: steps that were skipped because their gradients were not finite
@@ -209,13 +189,13 @@ class Handler:
         Raises:
             ValueError: If an option is wrong.
         """
-        made = self._loader(train_loader, data, batch_size, seed=self.seed, **loader)
+        made = self._loader(loading.train_loader, data, batch_size, seed=self.seed, **loader)
         if steps_per_epoch is not None:
             settings.check_count("steps_per_epoch", steps_per_epoch)
-        if (length_or_none(made) is None) != (steps_per_epoch is not None):
+        if (loading.length_or_none(made) is None) != (steps_per_epoch is not None):
             raise ValueError("pass steps_per_epoch for data without a length, and only for it")
         self._train_loader, self.steps_per_epoch, self._stream = made, steps_per_epoch, None
-        self._samples_per_batch = samples_per_batch(made) * self.info.world_size
+        self._samples_per_batch = loading.samples_per_batch(made) * self.info.world_size
 
     def set_val_loader(
         self, data: Dataset[Any] | DataLoader[Any], batch_size: int | None = None, **loader: Any
@@ -230,7 +210,7 @@ class Handler:
         Raises:
             ValueError: If an option is wrong.
         """
-        self._val_loader = self._loader(eval_loader, data, batch_size, **loader)
+        self._val_loader = self._loader(loading.eval_loader, data, batch_size, **loader)
 
     @property
     def train_loader(self) -> Any:
@@ -336,7 +316,7 @@ class Handler:
 
     def _forward(self, model: nn.Module, batch: Any) -> tuple[Any, Any, Tensor]:
         """Move the batch to the device and run the model; return outputs, targets and the loss."""
-        outputs, targets = run_model(model, move(batch, self.device), self.forward)
+        outputs, targets = models.run_model(model, models.move(batch, self.device), self.forward)
         loss = self.loss_fn(outputs, targets)
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss_fn must return a tensor, not {loss!r:.60}: leave out .item()")
@@ -427,7 +407,7 @@ class Handler:
                 "requires_grad has changed since Handler wrapped the model, and DDP does not "
                 "notice: set it before, or save, and go on with a new Handler that loads the file"
             )
-        own = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
+        own = loader.sampler if isinstance(loader.sampler, loading.TrainSampler) else None
         data = {name: getattr(own, name, None) for name in ("size", "shuffle")}
         if self.samples_seen and self.data != data:
             raise ValueError(
@@ -440,10 +420,10 @@ class Handler:
             warnings.warn(f"epoch {self.epoch + 1} starts again, {why}", stacklevel=4)
             self._reset_epoch()
         loader.set_seed(self.seed, self.epoch, self.rank, self.samples_seen)
-        seek(loader, self.epoch, self.samples_seen)
+        loading.seek(loader, self.epoch, self.samples_seen)
         number, batches = self._batches(), loader
         if self.steps_per_epoch:
-            self._stream = self._stream or endless(loader)
+            self._stream = self._stream or loading.endless(loader)
             batches = islice(self._stream, number)
         elif self.distributed and own is None:  # it may change with the epoch
             check_same({"number of batches": number}, {}, self.device)
@@ -451,8 +431,8 @@ class Handler:
             raise ValueError(
                 f"no batch of {loader.batch_size} samples: lower batch_size or leave out drop_last"
             )
-        pairs = zip(batches, items_of_batches(loader), strict=False)
-        return windows(pairs, number, self.accumulate)
+        pairs = zip(batches, loading.items_of_batches(loader), strict=False)
+        return loading.windows(pairs, number, self.accumulate)
 
     def _batches(self) -> int:
         """Return how many batches the epoch has, from where the loader's sampler starts."""
@@ -507,14 +487,16 @@ class Handler:
         rng = generator_state(self.device) if self._rng is None else self._rng
         loss = self.loss_fn.state_dict() if isinstance(self.loss_fn, nn.Module) else {}
         sums = {"count": self._sums.count, "totals": self._sums.totals}
-        own = move({"rng": rng, "loss_fn": loss} | sums, CPU)
+        own = models.move({"rng": rng, "loss_fn": loss} | sums, models.CPU)
         ranks = gather_objects(own) if self.distributed else [own]
 
         def write() -> None:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
             parts |= {name: getattr(self, name) for name in STATE} | self._must_match()
             model = checkpoint.weights(self.module)
-            checkpoint.write(path, {"model": model, "ranks": ranks} | move(parts, CPU))
+            checkpoint.write(
+                path, {"model": model, "ranks": ranks} | models.move(parts, models.CPU)
+            )
 
         self._on_rank_0(write)
 
@@ -545,7 +527,7 @@ class Handler:
         if self._train_loader is None:
             raise ValueError("there is no training data: call set_train_loader first")
         check_monitors(self)
-        use_device(self.device)
+        models.use_device(self.device)
         if self.distributed:
             loaders = {"training": self._train_loader, "validation": self._val_loader}
             known, self._compared = self._compared == loaders, loaders
@@ -655,8 +637,8 @@ class Handler:
             loader.set_seed(self.seed, self.epoch, self.rank)
         sums = Sums(self._functions, self.device)
         reset_objects(self._objects, distributed)
-        with evaluating(self.model if distributed else self.module, self.device) as model:
-            for batch, items in zip(batches, items_of_batches(loader), strict=False):
+        with models.evaluating(self.model if distributed else self.module, self.device) as model:
+            for batch, items in zip(batches, loading.items_of_batches(loader), strict=False):
                 count = count_of(batch, items, self.count)  # `forward` may change the batch
                 with self._fresh_autocast():
                     outputs, targets, loss = self._forward(model, batch)
@@ -712,15 +694,15 @@ class Handler:
 
     def _map(self, function: Any, data: Any, batch_size: int | None, options: Any) -> Any:
         """Apply `function` to all batches; return its rows in data-set order on rank 0."""
-        loader = self._loader(eval_loader, data, batch_size, **options)
+        loader = self._loader(loading.eval_loader, data, batch_size, **options)
         rows, kind = [], None
-        with evaluating(self.model, self.device) as model:
-            for batch, items in zip(loader, items_of_batches(loader), strict=False):
+        with models.evaluating(self.model, self.device) as model:
+            for batch, items in zip(loader, loading.items_of_batches(loader), strict=False):
                 with self._fresh_autocast():
-                    outputs = function(model, move(batch, self.device))
+                    outputs = function(model, models.move(batch, self.device))
                 kind = type(outputs)
-                rows.append(rows_of(outputs, items))
-        return gather_parts(rows, len(loader.dataset), kind, self.distributed)
+                rows.append(models.rows_of(outputs, items))
+        return models.gather_parts(rows, len(loader.dataset), kind, self.distributed)
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """Return `model.sample(*args, **kwargs)` on rank 0, None elsewhere; the others wait.
@@ -730,7 +712,7 @@ class Handler:
             **kwargs: Its keyword arguments.
         """
         sample = self.module.sample
-        with evaluating(self.model, self.device):
+        with models.evaluating(self.model, self.device):
             return self._on_rank_0(lambda: sample(*args, **kwargs))
 
     # Figures, log, and what callbacks and users read
@@ -794,8 +776,10 @@ class Handler:
         """How many optimizer steps the epoch has left; None without training data."""
         if (loader := self._train_loader) is None:
             return None
-        # With a TrainSampler, a loader's length is the number of batches after its start.
-        start = loader.sampler.samples_seen if isinstance(loader.sampler, TrainSampler) else 0
+        # With a loading.TrainSampler, a loader's length is the number of batches after its start.
+        start = (
+            loader.sampler.samples_seen if isinstance(loader.sampler, loading.TrainSampler) else 0
+        )
         taken = (self.samples_seen - start) // self._samples_per_batch
         return -(-max(0, self._batches() - taken) // self.accumulate)
 
@@ -805,21 +789,6 @@ class Handler:
         return next((c.folder for c in self.callbacks[::-1] if isinstance(c, Checkpoint)), None)
 
     # Helpers
-
-    def _take_callbacks(self, callbacks: Sequence[Callback]) -> list[Callback]:
-        """Return the user's callbacks and ours, which come last to see what the others changed.
-
-        A Checkpoint comes after all other callbacks of the user's: a resumed run does not call
-        their hooks again, so what these draw and change must be in the file.
-        """
-        ordered = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
-        if self.run_dir is not None and not any(isinstance(c, Checkpoint) for c in ordered):
-            ordered.append(Checkpoint(self.run_dir))
-        if self.run_dir is not None:
-            ordered.append(HistoryFile(self.run_dir))
-        for callback in ordered:
-            callback.handler = self
-        return ordered
 
     def _call(self, hook: str) -> None:
         for callback in self.callbacks:
@@ -840,7 +809,11 @@ class Handler:
         return on_rank(0)(work)() if self.distributed else work()
 
     def names(self, part: str) -> list[str]:
-        """Return what an epoch of "train" or "val" adds to the history."""
+        """Return the names that an epoch adds to the history.
+
+        Args:
+            part: "train" or "val".
+        """
         metrics = self.metrics if part == "val" else self._functions
         return [f"{part}_{name}" for name in ("loss", *metrics)]
 
