@@ -776,7 +776,7 @@ class Handler:
         """How many optimizer steps the epoch has left; None without training data."""
         if (loader := self._train_loader) is None:
             return None
-        # With a loading.TrainSampler, a loader's length is the number of batches after its start.
+        # With a TrainSampler, a loader's length is the number of batches after its start.
         start = (
             loader.sampler.samples_seen if isinstance(loader.sampler, loading.TrainSampler) else 0
         )
