@@ -16,7 +16,7 @@ from tables import Table, goal
 from torch import Tensor
 
 from ddp_ref import initialize_ddp, run_ranks
-from ddp_ref.training.evaluation import gather_rows
+from ddp_ref.model import gather_rows
 
 ROUNDS, RANKS = 30, 2
 BATCHES, ROWS, COLUMNS = 16, 2048, 256  # of a rank; a batch is 2 MiB

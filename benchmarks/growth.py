@@ -38,7 +38,6 @@ from ddp_ref import (
     reduce_sum,
     run_ranks,
 )
-from ddp_ref.training.loss_and_metrics import RunningSums
 
 RANKS = 2, 16, 64
 PREDICTED = 1_000
@@ -95,13 +94,12 @@ def costs_on_rank(folder: str, port: int) -> Costs:
     info = open_group(port)
     saved, small = handler_of(WIDTH, WIDTH), handler_of(1, FEATURES)
     data = TensorDataset(torch.zeros(ITEMS, 1))
-    sums = RunningSums({}, info.device, distributed=True)
     path = Path(folder) / "checkpoint.pt"
     works: dict[str, tuple[int, Callable[[], object]]] = {  # and how many calls to time at once
         "on_rank": (CALLS, on_rank(0)(int)),
         "reduce_sum of one number": (CALLS, lambda: reduce_sum({"x": 1.0})),
         "gather_objects, 100 bytes each": (CALLS, lambda: gather_objects(b"x" * 100)),
-        "Handler's summary, every ten steps": (CALLS, sums.means),
+        "Handler's exchange, every ten steps": (CALLS, small._sync),
         "predict, 16 MiB in all": (1, lambda: small.predict(data, ITEMS // info.world_size)),
         "save, 16 MiB": (1, lambda: saved.save(path)),
         "load, 16 MiB": (1, lambda: saved.load(path)),

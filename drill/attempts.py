@@ -19,7 +19,7 @@ from harness import SCRIPTS, Result, Running, torchrun
 from judge import Wrong, check_kept, check_no_crash, intact_checkpoints
 from launchers import CHECKPOINTS
 
-from ddp_ref.training import checkpoint
+from ddp_ref import checkpoint
 
 LAUNCHERS = "torchrun", "--nproc"
 DEADLINE = 120  # seconds for a start, and for an end after a fault
@@ -110,7 +110,7 @@ def run_once(args: argparse.Namespace, folder: Path, number: int, every: float) 
     # With a fault handler, a segmentation fault is seen in the output.
     with Running(*command, cwd=folder, env={"PYTHONFAULTHANDLER": "1"}) as running:
         running.wait_for("epochs are done", DEADLINE)
-        check_start(attempt.start, (home / "log.txt").read_text())
+        check_start(attempt.start, running.text())
         ends = [f"epoch {args.epochs} |", f"{args.epochs} of {args.epochs} epochs"]
         memory, chance = Memory(running, ends), Random(f"{args.seed} {number}")
         fault, before = disturb(memory, home, chance, every)

@@ -15,7 +15,7 @@ from launchers import TIMEOUT, slurm, slurm_host
 from moment import INJECTED, REACHED, put
 from plan import EPOCHS, STEPS, Plan
 
-from ddp_ref.training import checkpoint
+from ddp_ref import checkpoint
 
 SIGNALS = {
     "kill": signal.SIGKILL,

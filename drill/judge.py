@@ -11,7 +11,7 @@ import torch
 from harness import Result
 from plan import DAMAGES, IN_TRAINING, KEEP, STEPS, Plan
 
-from ddp_ref.training import checkpoint
+from ddp_ref import checkpoint
 
 Weights = dict[str, Any]  # of a module: tensors, and its extra state
 # What the output of a rank or its launcher must match.

@@ -7,9 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddp_ref import Checkpoint, Handler, TrainerDDP
-from ddp_ref.training import checkpoint, loop
-from ddp_ref.training.loop import TrainLoop
+from ddp_ref import Checkpoint, Handler, TrainerDDP, checkpoint, handler
 
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
 PATIENCE = 60  # seconds that the rank waits for the drill
@@ -19,10 +17,10 @@ INJECTED = Path("injected")  # the drill writes this once it has injected its fa
 STEPS_TAKEN = Path("steps")  # has a byte for each step that the rank has taken
 PLACES: dict[str, tuple[Any, str]] = {
     "load": (Handler, "load"),
-    "step": (TrainLoop, "_train_step"),
+    "step": (Handler, "_run_step"),
     "validation": (Handler, "validate"),
     "epoch's end": (Checkpoint, "on_epoch_end"),
-    "save": (loop, "gather_objects"),
+    "save": (handler, "gather_objects"),
 }
 
 
@@ -50,7 +48,7 @@ def wait_at(rank: int, place: str, nth: int) -> None:
         return
     owner, name = PLACES[place]
     if (place, rank) == ("save", 0):  # it has written the new checkpoint, but not renamed it yet
-        owner, name = checkpoint, "_move_into_place"
+        owner, name = checkpoint, "move_into_place"
     function, calls = getattr(owner, name), 0
     if place == "save":
         nth += 1  # `train` first tries to save
@@ -68,15 +66,15 @@ def wait_at(rank: int, place: str, nth: int) -> None:
 
 def count_steps() -> None:
     """Make this rank append a byte to a file for each step, also after a restart."""
-    take_step = TrainLoop._train_step
+    take_step = Handler._run_step
 
     @functools.wraps(take_step)
-    def counted(self: TrainLoop, window: Any) -> None:
+    def counted(self: Handler, window: Any) -> None:
         take_step(self, window)
         with STEPS_TAKEN.open("ab") as file:
             file.write(b".")
 
-    TrainLoop._train_step = counted  # type: ignore[method-assign]
+    Handler._run_step = counted  # type: ignore[method-assign]
 
 
 def wait() -> None:

@@ -24,7 +24,7 @@ from launchers import CHECKPOINTS, SLURM, job_command, slurm
 from moment import REACHED, STEPS_TAKEN, VARIABLE
 from plan import DAMAGES, EPOCHS, STEPS, Plan
 
-from ddp_ref.training import checkpoint
+from ddp_ref import checkpoint
 
 WENT_ON, RESUMED, STARTED_OVER, WRONG = "went on", "resumed", "started over", "WRONG"
 TOO_LATE = "too late"  # the fault came after the last checkpoint

@@ -27,7 +27,7 @@ from page import machine, put_between, require_marks  # noqa: E402
 from report import count  # noqa: E402
 from tables import grid  # noqa: E402
 
-from ddp_ref.training import checkpoint  # noqa: E402
+from ddp_ref import checkpoint  # noqa: E402
 
 MARKS = "<!-- begin of what the soak has written -->", "<!-- end of the soak -->"
 FAULT_FREE, WITH_FAULTS = "fault-free", "with-faults"  # the runs, and their folders

@@ -4,7 +4,7 @@ Batches of any shape, token counts, existing loaders, streams and metric objects
 test_adoption.py runs these checks on several ranks, and also in its own process without a group.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from handler_checks import (
     F1,
     SaveEach,
+    assert_resumed,
     assert_same_on_all_ranks,
     gloo_calls,
     rank,
@@ -21,16 +22,15 @@ from handler_checks import (
 from rank_checks import run_checks
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Subset,
 )
 from training_job import Points, flat, job, network
 
-from ddp_ref import Handler, LearningRateMonitor, train_loader
+from ddp_ref import Handler, LearningRateMonitor
 
 # Sentences of different lengths: a batch has one row per token, and each class its own weight
 
@@ -120,19 +120,19 @@ def check_a_wrong_ddp_option_is_an_error():
 
 
 def check_an_existing_loader_is_rebuilt_with_a_rank_aware_sampler():
-    data, calls = Points(12 * world_size(), noise=0.5), []
+    data, calls = Points(12 * world_size()), []
 
     def collate(items):
         calls.append(len(items))
         return torch.utils.data.default_collate(items)
 
-    expected = job(len(data), 3, noise=0.5)
+    expected = job(len(data), 3)
     expected.train(2)
     workers = {"num_workers": 1, "prefetch_factor": 3, "timeout": 50}
     for options in ({}, workers):
         loader = DataLoader(data, 3, shuffle=True, collate_fn=collate, drop_last=True, **options)
         handler = job()
-        handler.train_loader = loader
+        handler.set_train_loader(loader)
         rebuilt = handler.train_loader
         assert rebuilt is not loader
         for name in ("batch_size", "drop_last", *workers):
@@ -145,7 +145,9 @@ def check_an_existing_loader_is_rebuilt_with_a_rank_aware_sampler():
     for _ in range(2):
         drawn = torch.cat([targets for _, targets in in_order.train_loader])
         assert torch.equal(drawn, data.targets[rank() :: world_size()])
-        in_order.train_loader = in_order.train_loader  # a loader from train_loader keeps its order
+        in_order.set_train_loader(
+            in_order.train_loader
+        )  # a loader from train_loader keeps its order
 
 
 def check_loaders_that_cannot_be_sharded_are_refused():
@@ -153,21 +155,45 @@ def check_loaders_that_cannot_be_sharded_are_refused():
     for method in ("__iter__", "_get_iterator"):  # the latter in PyG's NeighborLoader
         own = type("Own", (DataLoader,), {method: lambda self: iter([])})
         with pytest.raises(ValueError, match="Own makes its batches in its own"):
-            handler.train_loader = own(data, 3)
+            handler.set_train_loader(own(data, 3))
     if dist.is_initialized():
         replacing = RandomSampler(data, replacement=True)
         with pytest.raises(ValueError, match=f"rank {rank()} of .* this RandomSampler is"):
-            handler.train_loader = DataLoader(data, 3, sampler=replacing)
-    handler.val_loader = DataLoader(data, 5, sampler=DistributedSampler(data, 2, 0, shuffle=False))
+            handler.set_train_loader(DataLoader(data, 3, sampler=replacing))
+    padding = DistributedSampler(data, 2, 0, shuffle=False)
+    handler.set_val_loader(DataLoader(data, 5, sampler=padding))
     seen = torch.cat([t for _, t in handler.val_loader])
     assert torch.equal(seen, data.targets[rank() :: world_size()])  # each item once
-    handler.val_loader = None
     with pytest.raises(ValueError, match="call set_val_loader first"):
-        handler.validate()
+        job().validate()
     with pytest.raises(ValueError, match="must be one data set, not a dict of a, b: pass one"):
         handler.set_train_loader({"a": data, "b": data})
     with pytest.raises(ValueError, match="one data set, not a list of DataLoader: pass one"):
         handler.set_val_loader([DataLoader(data, 2)], 2)
+
+
+class Table(Points):
+    """Reads several rows at once, as torch's recipe for bulk reads does."""
+
+    def __getitem__(self, indices):
+        assert len(indices) == 3
+        return self.inputs[indices], self.targets[indices]
+
+
+def check_a_loader_without_a_batch_size_is_used_if_its_sampler_is_rank_aware():
+    data, handler = Table(12 * world_size()), job()
+
+    def loader(sampler):
+        return DataLoader(data, None, sampler=BatchSampler(sampler, 3, drop_last=False))
+
+    handler.set_train_loader(loader(DistributedSampler(data, world_size(), rank())))
+    handler.train(1)
+    assert handler.step == 4
+    if dist.is_initialized():
+        with pytest.raises(ValueError, match=r"this RandomSampler is .*\(inside a Batch"):
+            handler.set_train_loader(loader(RandomSampler(data)))
+    with pytest.raises(ValueError, match="a BatchSampler may not: pass only the data"):
+        handler.set_val_loader(loader(RandomSampler(data)))
 
 
 # Streams
@@ -193,15 +219,13 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
         return model(batch[0]), batch[1]
 
     handler = job(forward=record_batch, accumulate=2)
+    for data, steps in ((Stream(), None), (Points(9), 3)):
+        with pytest.raises(ValueError, match="pass steps_per_epoch for data without a length, and"):
+            handler.set_train_loader(data, 2, steps_per_epoch=steps)
     if dist.is_initialized():
-        with pytest.raises(
-            ValueError, match="data without a length may differ between ranks: pass steps_per_epoch"
-        ):
-            handler.set_train_loader(Stream(), 2)
-        with pytest.raises(ValueError, match=r"steps_per_epoch \(all ranks: 3 or 4\)"):
-            handler.set_train_loader(Stream(), 2, steps_per_epoch=3 + (rank() > 0))
-    with pytest.raises(ValueError, match="steps_per_epoch is for data without a length"):
-        handler.set_train_loader(Points(9), 2, steps_per_epoch=3)
+        handler.set_train_loader(Stream(), 2, steps_per_epoch=3 + (rank() > 0))
+        with pytest.raises(ValueError, match="steps_per_epoch, but it is 3 on rank 0; 4 on rank 1"):
+            handler.train(1)
     handler.set_train_loader(stream := Stream(), 2, steps_per_epoch=2, drop_last=True)
     handler.train(3)
     assert epochs == [0, 1, 2]
@@ -215,7 +239,7 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
     handler.load(saved("stream"))  # the stream starts again, as in a new process
     seen.clear()
     handler.train(4)
-    assert seen[-4:] == (one_pass * 4)[:4]  # before these, DDP's warm-up used the first batch
+    assert seen == (one_pass * 4)[:4]
     stream.size = 0
     with pytest.raises(ValueError, match="the stream gave no batch"):
         handler.train(5)
@@ -229,29 +253,38 @@ def collate_to_dict(items):
     return {"inputs": inputs, "extra": "a text", "targets": targets}
 
 
+class Attributes(OrderedDict):
+    """Like the outputs of Hugging Face."""
+
+    logits = property(lambda self: self["logits"])
+
+
 class ManyKinds(nn.Linear):
     kept = torch.empty(3, 2)
 
     def forward(self, inputs):
         out = super().forward(inputs)
         kinds = {
-            "dict": {"loss": out.mean(), "logits": out, "first": out[:, 0], "name": "left out"},
-            "tuple": (out, out.mean(), [str(index) for index in range(len(out))]),
+            "dict": {"loss": out.mean(), "logits": out, "first": out[:, 0]},
+            "class": Attributes(logits=out, loss=out.mean()),
+            "tuple": (out, out.mean(), out[:, 0]),
             "double": out.double(),
             "kept": self.kept[: len(out)].copy_(out),  # the same memory for every batch
-            "lists": [row[: 1 + index] for index, row in enumerate(out)],
             "squeezed": out[:, 0].squeeze(),
+            "text": {"logits": out, "name": "a text"},
+            "nested": {"logits": out, "heads": {"mass": out}},
+            "list": [*out],
             "loss": {"loss": out.mean()},
             "mean": out.mean(0),
         }
         return kinds[self.kind]
 
 
-def check_outputs_of_many_kinds_are_copied_and_split_into_items():
+def check_outputs_are_tensors_or_tuples_or_mappings_of_them_and_nothing_is_lost():
     torch.manual_seed(0)
     data = Points(7)
     handler = job(model=ManyKinds(4, 2), forward=lambda m, b: (m(b["inputs"]), b["targets"]))
-    model = handler._unwrapped
+    model = handler.module
     with torch.no_grad():
         logits = nn.functional.linear(data.inputs, model.weight, model.bias)
 
@@ -259,27 +292,38 @@ def check_outputs_of_many_kinds_are_copied_and_split_into_items():
         model.kind = kind
         return handler.predict(data, batch_size, collate_fn=collate_to_dict)
 
-    dicts, tuples, kept, squeezed = map(predict, ("dict", "tuple", "kept", "squeezed"))
-    lists = predict("lists", 1)
+    found = [predict(kind) for kind in ("dict", "class", "tuple", "kept", "squeezed")]
     if rank():
-        assert [dicts, tuples, kept, squeezed, lists] == [None] * 5
+        assert found == [None] * 5
     else:
-        assert [list(entry) for entry in dicts] == [["logits", "first"]] * 7
-        assert torch.allclose(torch.stack([entry["logits"] for entry in dicts]), logits)
-        assert torch.allclose(torch.stack([entry["first"] for entry in dicts]), logits[:, 0])
-        rows, names = zip(*tuples, strict=True)
-        assert torch.allclose(torch.stack(rows), logits) and {*names} == {"0", "1"}
-        assert torch.allclose(kept, logits) and torch.allclose(squeezed, logits[:, 0])
-        assert [len(row) for row in lists] == [1] * 7
-    with pytest.raises(TypeError, match=r"must be tensors with one row per item.* not dict"):
-        predict("loss")
+        of_dict, of_class, of_tuple, kept, squeezed = found
+        assert type(of_dict) is dict and [*of_dict] == ["logits", "first"]
+        assert type(of_class) is Attributes and [*of_class] == ["logits"]
+        assert type(of_tuple) is tuple and len(of_tuple) == 2
+        for whole in (of_dict["logits"], of_class.logits, of_tuple[0], kept):
+            assert torch.allclose(whole, logits)
+        for first in (of_dict["first"], of_tuple[1], squeezed):
+            assert torch.allclose(first, logits[:, 0])
+    other = r"dict of tensors .* not {}\. .* loader = eval_loader.* every = gather_objects\(own\)"
+    for kind, what in (
+        ("text", "a str as 'name'"),
+        ("nested", "a dict as 'heads'"),
+        ("list", "a list"),
+        ("loss", "numbers alone"),
+    ):
+        with pytest.raises(TypeError, match=other.format(what)):
+            predict(kind)
     data = Points(3 * world_size())
     with pytest.raises(ValueError, match=r"2 outputs for .* items: return one row per item"):
         predict("mean", 3)
-    for kind in ("lists", "squeezed", "double") if dist.is_initialized() else ():
-        with pytest.raises(ValueError, match="rows of one shape and dtype, or all be lists"):
+    for kind in ("squeezed", "double", "dict") if dist.is_initialized() else ():
+        with pytest.raises(ValueError, match="the same data, and outputs with rows of one shape"):
             predict("kept" if rank() else kind)
         assert_same_on_all_ranks(torch.ones(1))  # the group is usable
+    if dist.is_initialized():
+        data = Points(7 + rank())
+        with pytest.raises(ValueError, match="all ranks must have the same data"):
+            predict("kept")
 
 
 def f1_of(model, data):
@@ -293,23 +337,12 @@ def check_metric_objects_are_exact_on_uneven_data():
     for size in (1 + 2 * world_size(), 17):
         data = Points(size)
         handler.set_val_loader(data, 2)
-        assert handler.validate()["f1"] == pytest.approx(f1_of(handler._unwrapped, data), rel=1e-12)
+        assert handler.validate()["f1"] == pytest.approx(f1_of(handler.module, data), rel=1e-12)
+        if rank() == 0 and not dist.is_initialized():
+            assert handler.evaluate([(data.inputs, data.targets)])["f1"] == handler.validate()["f1"]
     handler.train(1)
-    data = Points(24 * world_size())
-    expected = f1_of(handler._unwrapped, data)
-    assert 0 < expected < 1
-    assert handler.train_metrics == {"f1": [pytest.approx(expected, rel=1e-12)]}
+    assert handler.train_metrics == {"f1": []}  # it is for validation
     assert handler.val_metrics == {"f1": [handler.validate()["f1"]]}
-
-
-def check_resuming_warns_about_a_metric_object_without_state():
-    class Stateless(F1):
-        state_dict = load_state_dict = property()  # as if it had neither
-
-    job(8 * world_size(), 2, metrics={"f1": Stateless()}, callbacks=[SaveEach()]).train(1)
-    resumed = job(8 * world_size(), 2, metrics={"f1": Stateless()})
-    with pytest.warns(UserWarning, match="no state_dict, so this epoch's value .* the resume: f1"):
-        resumed.load(saved(2))
 
 
 def check_buffers_that_ddp_leaves_to_each_rank_stay_as_they_are():
@@ -343,49 +376,21 @@ def check_training_stops_exactly_at_max_steps_and_goes_on_from_there():
     assert torch.equal(flat(stopped.model), flat(whole.model))
 
 
-class Batched(Dataset):
-    """A data set that looks up a whole batch at once, like those of Hugging Face."""
-
-    def __init__(self):
-        self.asked = []
-
-    def __len__(self):
-        return 4 * world_size()
-
-    def __getitem__(self, index):
-        return torch.rand(())
-
-    def __getitems__(self, indices):
-        self.asked.append(indices)
-        return [self[index] for index in indices]
-
-
-def check_a_data_sets_own_getitems_is_used_but_not_that_of_subset():
-    def numbers(data):
-        return torch.cat(list(train_loader(data, 2, shuffle=False))).tolist()
-
-    first = numbers(data := Batched())
-    assert [len(indices) for indices in data.asked] == [2, 2]
-    assert numbers(data) == first and len(set(first)) == 4  # the draws are seeded
-    data.asked.clear()
-    assert len(set(numbers(Subset(data, range(len(data)))))) == 4 and not data.asked
-
-
-def check_a_resumed_run_takes_the_step_of_a_per_epoch_scheduler_that_was_due():
-    """The file is written before the scheduler steps, whose errors must not cost an epoch."""
-
+def check_a_scheduler_steps_at_an_epochs_end_also_if_the_run_is_resumed_there():
     def make():
         callbacks = [LearningRateMonitor(), SaveEach()]
         exponential = torch.optim.lr_scheduler.ExponentialLR
         return job(8, 2, scheduler=lambda o: exponential(o, 0.5), callbacks=callbacks)
 
-    whole, resumed = make(), make()
+    whole = make()
     whole.train(4)
     assert whole.history["lr"] == [0.1, 0.05, 0.025, 0.0125]
-    resumed.load(saved("epoch_1"))
-    assert resumed.optimizer.param_groups[0]["lr"] == 0.1
-    resumed.train(4)
-    assert resumed.history == whole.history
+    last_step = whole.step // 4
+    for name in ("epoch_1", last_step):
+        resumed = make()
+        resumed.load(saved(name))
+        resumed.train(4)
+        assert_resumed(resumed.history, whole.history)
 
 
 if __name__ == "__main__":

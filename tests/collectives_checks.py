@@ -22,7 +22,7 @@ from ddp_ref.collectives import (
     reduce_min,
     reduce_sum,
 )
-from ddp_ref.training.evaluation import gather_rows
+from ddp_ref.model import gather_rows
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
 INTEGERS = [torch.int64, torch.int16, torch.uint8, torch.uint16]

@@ -19,15 +19,16 @@ settings.load_profile("busy")
 
 
 def pytest_configure(config):
-    """Hide the GPUs, and handle SIGINT again. The processes that the tests start inherit both.
+    """Hide the GPUs, and handle SIGINT and SIGHUP again; what the tests start inherits that.
 
     Unless `-m gpu` selects the GPU tests, all tests say what happens on the CPU. A shell's
-    background job ignores SIGINT, but the tests need Ctrl-C to work.
+    background job ignores SIGINT, and nohup SIGHUP, but the tests need them.
     """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items):

@@ -88,11 +88,12 @@ def check_weights_and_step_collectives_equal_those_of_a_hand_written_loop():
     assert losses[-1] < losses[0]
     assert_same_on_all_ranks(torch.tensor(losses, dtype=torch.float64))
     if dist.is_initialized():
-        # Summaries: one every 10 of the 50 steps, two at the end of each epoch, and one at the
-        # start of training. Earlier, the ranks compare their devices and their data. That takes
-        # two all-gathers each, because the sizes of the messages are gathered first.
-        summaries = 5 + 5 * 2 + 1
-        assert calls - plain_calls == {"gloo:all_gather": summaries + 4}
+        # Exchanges: one every 10 of the 50 steps, two at the end of each epoch and one at the start
+        # of training. At an epoch's end, the ranks also compare the norms of their parameters.
+        # Earlier, they compare their devices and their settings. That takes two all-gathers each,
+        # because the sizes of the messages are gathered first.
+        exchanges = 5 + 5 * 2 + 1 + 5
+        assert calls - plain_calls == {"gloo:all_gather": 4, "gloo:all_reduce": exchanges}
         assert not plain_calls - calls and plain_calls["gloo:all_reduce"] >= 50
 
 
@@ -169,22 +170,15 @@ def check_evaluation_equals_that_of_one_process_for_any_number_of_items():
 def check_all_ranks_decide_alike_if_a_loss_is_not_finite_on_any_rank():
     for bad_rank in range(world_size()):
         handler = job(40 * world_size(), 4, sync_every=5)
-        loss_fn = handler.loop.task.loss_fn
+        loss_fn = handler.loss_fn
 
         def loss(outputs, targets, handler=handler, loss_fn=loss_fn, bad_rank=bad_rank):
             bad = handler.rank == bad_rank and handler.step == 6
             return loss_fn(outputs, targets) * (torch.nan if bad else 1)
 
-        handler.loop.task.loss_fn = loss
+        handler.loss_fn = loss
         with pytest.raises(FloatingPointError, match=r"epoch 1 is not finite, noticed at step 10"):
             handler.train(1)
-
-
-def check_a_summary_from_before_an_error_is_dropped():
-    handler = job(40 * world_size(), 4)
-    handler.loop.rank_sync.start(1, handler.loop.sums.totals * torch.nan)  # an error left it
-    handler.train(1)
-    assert handler.step == 10
 
 
 def check_all_hooks_of_an_epochs_end_run_before_a_signal_ends_training():
@@ -233,9 +227,9 @@ def check_running_covers_only_this_epoch_also_after_a_resume():
     handler = job(size, 6, callbacks=[notes, SaveEach()])
     handler.train(2)
     losses = {step: loss for step, loss in notes.running.items() if loss}
-    # The summary of step 10 is read after step 11, when step 11's hooks have already been called.
-    assert list(notes.running) == list(range(1, 25)) and list(losses) == [12, 22, 23, 24]
-    assert losses[12] > losses[22] == losses[23] == losses[24] > 0
+    # The ranks exchange them after the hooks of step 10.
+    assert list(notes.running) == list(range(1, 25)) and list(losses) == [11, 12, 21, 22, 23, 24]
+    assert losses[11] == losses[12] > losses[21] == losses[24] > 0
     assert handler.running["loss"] == handler.train_losses[-1]
     handler.load(saved(7))
     assert handler.running == {}
@@ -337,8 +331,17 @@ def resumable(workers=0, accumulate=2, **options):
     )
     data = Points(22 * world_size() - 1, noise=0.5)
     handler.set_train_loader(data, 3, num_workers=workers, collate_fn=collate_some)
-    handler.set_val_loader(Points(9), 2)
+    handler.set_val_loader(Points(9, noise=0.5), 2, num_workers=workers)
     return handler
+
+
+def assert_resumed(one, other):
+    """Compare a resumed run's numbers with the uninterrupted run's.
+
+    From three ranks on, they are equal up to rounding: a new DDP's first buckets are other ones,
+    and they decide in which order ranks are summed.
+    """
+    torch.testing.assert_close(one, other, rtol=0, atol=0 if world_size() < 3 else 1e-6)
 
 
 def assert_resumes(files, **options):
@@ -347,33 +350,58 @@ def assert_resumes(files, **options):
     whole.save(saved(0))
     whole.train(2)
     for name, step in files.items():
-        # Workers only in one process: in CPython 3.11.7, a fork just after a collective can hang
-        # (cpython#112275). test_data.py checks that a rank's workers draw what the rank would.
-        for workers in (0, 2) if name in (1, "epoch_1") and world_size() == 1 else (0,):
-            random.seed(step), torch.manual_seed(step)
-            handler = resumable(workers, **options)
-            handler.load(saved(name))
-            handler.train(0)
-            handler.save(saved("again"))
-            handler = resumable(workers, **options)
-            handler.load(saved("again"))
-            assert handler.step == step
-            handler.train(2)
-            assert handler.history == whole.history, name
-            for one, other in zip(state_of(handler), state_of(whole), strict=True):
-                assert torch.equal(one, other), (name, workers)
+        random.seed(step), torch.manual_seed(step)
+        handler = resumable(**options)
+        handler.load(saved(name))
+        handler.train(0)
+        handler.save(saved("again"))
+        handler = resumable(**options)
+        handler.load(saved("again"))
+        assert handler.step == step
+        handler.train(2)
+        assert_resumed(handler.history, whole.history)
+        assert_resumed(state_of(handler), state_of(whole))
     assert saved(0).exists() == (rank() == 0)
     assert_same_on_all_ranks(torch.tensor(whole.train_losses + whole.val_losses))
 
 
 def check_a_run_resumed_at_any_step_equals_the_uninterrupted_run():
-    """Bit for bit, with augmentation, dropout and accumulation."""
+    """Bit for bit on one rank and on two, with augmentation, dropout and accumulation."""
     assert_resumes({step: step for step in range(9)} | {"epoch_1": 4, "epoch_2": 8})
 
 
-def check_a_static_graph_resumes_exactly():
-    """DDP builds its final buckets after two steps. They decide in which order ranks are summed."""
-    assert_resumes({1: 1, 2: 2, 3: 3}, accumulate=1, ddp_options={"static_graph": True})
+def check_a_run_with_workers_resumes_exactly_at_an_epochs_end():
+    """Of training and validation, whose data draw random numbers."""
+    # Only in one process: in CPython 3.11.7, a fork just after a collective can hang
+    # (cpython#112275).
+    if world_size() == 1:
+        assert_resumes({"epoch_1": 4}, workers=2)
+
+
+class Teacher(nn.Module):
+    """A model whose forward moves frozen parameters towards the trained ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = network(), network().requires_grad_(False)
+
+    def forward(self, inputs):
+        if self.training:
+            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+            for slow, fast in pairs:
+                slow.detach().lerp_(fast.detach(), 0.1)
+        return self.student(inputs) - 0.1 * self.teacher(inputs)
+
+
+def check_frozen_parameters_that_forward_moves_resume_exactly():
+    def make(*callbacks):
+        return job(12 * world_size(), 3, model=Teacher(), callbacks=callbacks)
+
+    whole, resumed = make(SaveEach()), make()
+    whole.train(2)
+    resumed.load(saved(2))
+    resumed.train(2)
+    assert_resumed(flat(resumed.model), flat(whole.model))
 
 
 def distributed_sampler(size):
@@ -391,7 +419,7 @@ def check_a_users_own_sampler_gets_the_epoch():
     handler = job(size, 4, loader=distributed_sampler(size))
     handler.load(saved("epoch_2"))
     handler.train(3)
-    assert torch.equal(flat(handler.model), flat(whole.model))
+    assert_resumed(flat(handler.model), flat(whole.model))
     handler.load(saved(7))
     assert handler.samples_seen == 2 * 4 * world_size()  # counts samples, with any sampler
     assert handler.steps_left == 5 - 2
@@ -400,28 +428,20 @@ def check_a_users_own_sampler_gets_the_epoch():
     assert (handler.step, handler.epoch) == (7 + 5, 2)
 
 
-class Normed(nn.Sequential):
-    def __init__(self):
-        torch.manual_seed(5)
-        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-
-
-def check_a_skipped_step_leaves_no_trace():
-    """Neither in BatchNorm's statistics nor in the schedule, whichever rank had the bad sample."""
+def check_a_skipped_step_changes_neither_weights_nor_schedule_nor_the_loss():
+    """Whichever rank had the bad sample."""
     size = 24 * world_size()
 
     def schedule(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "step"
 
     for bad in range(world_size() + 1):
-        handler = job(size, 6, model=Normed(), on_nonfinite="skip", scheduler=schedule)
-        data = handler.train_loader.dataset.dataset
-        data.inputs[bad] = torch.nan
+        handler = job(size, 6, on_nonfinite="skip", scheduler=schedule)
+        handler.train_loader.dataset.inputs[bad] = torch.nan
         handler.set_val_loader(Points(9), 3)
         handler.train(1)
         assert handler.skipped == 1 and handler.step == 4
         assert handler.optimizer.param_groups[0]["lr"] == 0.1 / 2**3
-        assert torch.isfinite(handler._unwrapped[1].running_mean).all()
         assert 0 < handler.train_losses[0] < 2 and 0 < handler.val_losses[0] < 2
         handler.save("finite.pt")
         assert_same_on_all_ranks(flat(handler.model))
@@ -450,10 +470,10 @@ def check_unused_parameters_are_an_error_unless_ddp_looks_for_them():
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(name, value)
             handler = job(size, 2, model=Branches(), **options)
-        before = flat(handler._unwrapped.used), flat(handler._unwrapped.unused)
+        before = flat(handler.module.used), flat(handler.module.unused)
         handler.train(1)
-        assert not torch.equal(flat(handler._unwrapped.used), before[0])
-        assert torch.equal(flat(handler._unwrapped.unused), before[1])
+        assert not torch.equal(flat(handler.module.used), before[0])
+        assert torch.equal(flat(handler.module.unused), before[1])
 
 
 def check_a_frozen_model_can_predict_and_a_wrapped_one_is_refused():
@@ -480,7 +500,8 @@ def check_a_batch_sampler_must_give_all_ranks_equally_many_batches():
     handler.train(1)
     assert handler.step == 2
     if world_size() > 1:
-        with pytest.raises(ValueError, match=r"batches \(all ranks: 3 or 4"):
+        text = "the same number of batches, but it is 3 on rank 0; 4 on rank 1"
+        with pytest.raises(ValueError, match=text):
             handler.train(2)
     unsized = type("Unsized", (Buckets,), {"__len__": None})([[0, 1]] * 2)
     handler = job(4, 1, loader={"batch_sampler": unsized, "steps_per_epoch": 3})

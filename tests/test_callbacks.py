@@ -66,6 +66,8 @@ def test_a_checkpoint_comes_after_the_other_callbacks_and_files_of_later_steps_s
 class Replays(Callback):
     """Record given values in the history, in place of validation results."""
 
+    records = ("replayed",)
+
     def __init__(self, values):
         self.values = values
 
@@ -113,14 +115,15 @@ def test_invalid_settings_are_rejected(make, text):
         make()
 
 
-def test_a_monitor_that_nothing_records_is_an_error_after_the_first_epoch(tmp_path):
+def test_a_monitor_that_nothing_records_is_an_error_before_the_first_step(tmp_path):
     """The same goes for one that needs validation data if there is none."""
-    for callback in (EarlyStopping("val_loss"), Checkpoint(tmp_path, monitor="val_loss")):
-        handler = job(12, 4, callbacks=[callback, LearningRateMonitor()])
-        text = "no values of 'val_loss': use one of lr, train_acc"
-        with pytest.raises(ValueError, match=text) as error:
-            handler.train(2)
-        assert handler.step == 3 and "\n" not in str(error.value)
+    for make in (EarlyStopping, lambda name: Checkpoint(tmp_path, monitor=name)):
+        for name in ("val_loss", "train_los"):
+            handler = job(12, 4, callbacks=[make(name), LearningRateMonitor()])
+            text = f"nothing records '{name}': use one of lr, train_acc.*, or name it in `records`"
+            with pytest.raises(ValueError, match=text) as error:
+                handler.train(2)
+            assert handler.step == 0 and "\n" not in str(error.value)
 
 
 def test_learning_rates_and_lists_that_begin_late_have_a_value_per_epoch(tmp_path):
@@ -144,7 +147,7 @@ def test_learning_rates_and_lists_that_begin_late_have_a_value_per_epoch(tmp_pat
 
 
 def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path):
-    (tmp_path / ".step_000000001.pt.0.tmp").touch()  # left behind by a killed save
+    (tmp_path / ".step_000000001.pt.tmp").touch()  # left behind by a killed save
     keeper = Checkpoint(tmp_path, keep=2, monitor="replayed", mode="max")
     job(12, 2, callbacks=[Replays([-3, -1, -2, float("nan"), -1]), keeper]).train(5)
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -158,6 +161,18 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path):
     last = job(12, 2)
     last.load(tmp_path / "steps")  # saved again at the end of training
     assert last.epoch == 2 and last.history == handler.history
+
+
+def test_the_best_checkpoint_is_written_before_the_steps(tmp_path):
+    """So a full disk between the two cannot leave an older best for ever."""
+
+    class Full(Checkpoint):
+        def _save(self):
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        job(12, 2, callbacks=[Full(tmp_path, monitor="train_loss")]).train(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
 
 
 def test_the_progress_bar_counts_the_steps_of_each_epoch(monkeypatch):

@@ -15,15 +15,13 @@ from lines_of_code import lines_of_code
 PACKAGE = ROOT / "src" / "ddp_ref"
 # A module imports only from those before it.
 CORE = ["launch", "initialize", "collectives", "decorators", "randomness"]
-FOLDERS = {  # the folders, and the modules and folders that each may import from
-    "training": CORE,
-}
-TOP = {  # the modules that are neither in the core nor in a folder, likewise
-    "handler": [*CORE, "training"],
+TRAINING = ["signals", "model", "metrics", "settings", "data", "checkpoint", "callbacks"]
+TRAINING += ["agreement", "handler"]
+OTHERS = {  # the other modules, and those that each may import from
     "workers": CORE,
     "figures": [],
-    "trainer": [*CORE, "handler", "training"],
-    "__init__": [*CORE, *FOLDERS, "handler", "trainer", "workers"],
+    "trainer": [*CORE, *TRAINING],
+    "__init__": [*CORE, *TRAINING, "trainer", "workers"],
 }
 RELEASE_TOOLS = ["build", "check-wheel-contents", "twine"]
 
@@ -86,14 +84,11 @@ def test_import_is_light(tmp_path):
 
 
 def modules():
-    """Yield each module's path in the package, and where it may import from."""
-    for index, name in enumerate(CORE):
-        yield f"{name}.py", CORE[:index]
-    for name, above in TOP.items():
+    """Yield each module's file, and the modules that it may import from."""
+    for index, name in enumerate(order := CORE + TRAINING):
+        yield f"{name}.py", order[:index]
+    for name, above in OTHERS.items():
         yield f"{name}.py", above
-    for folder, above in FOLDERS.items():
-        for path in sorted((PACKAGE / folder).glob("*.py")):
-            yield f"{folder}/{path.name}", [*above, folder]
 
 
 def test_imports_point_upwards():
@@ -104,7 +99,6 @@ def test_imports_point_upwards():
     """
     assert len([*modules()]) == len([*PACKAGE.rglob("*.py")])
     for module, above in modules():
-        folder = module.split("/")[0] if "/" in module else ""
         tree = ast.parse((PACKAGE / module).read_text())
         types = [part for node in tree.body if isinstance(node, ast.If) for part in node.body]
         imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
@@ -113,8 +107,9 @@ def test_imports_point_upwards():
                 assert "ddp_ref" not in ast.unparse(node), module
                 continue
             lazily = ["figures"] if module == "handler.py" and node not in tree.body else []
-            name = folder if folder and node.level == 1 else node.module.split(".")[0]
-            assert name in [*above, *lazily], (module, node.module)
+            own = node.module.split(".")[0] if node.module else None
+            names = {own or alias.name for alias in node.names}
+            assert names <= {*above, *lazily}, (module, names)
 
 
 @pytest.mark.full  # pip downloads the tools, and hatchling to build the package
@@ -157,12 +152,12 @@ def test_the_editable_install_finds_the_course_from_any_folder(tmp_path):
 
 
 BUDGETS = {  # lines of code without docstrings and comments: what was reached, and 3 % more
-    "core": ([f"{name}.py" for name in CORE], 850),
-    "workers": (["workers.py"], 268),
-    "handler": (["handler.py"], 330),
-    "training": (["training/*.py"], 1575),
-    "trainer": (["trainer.py"], 260),
-    "package": (["**/*.py"], 3416),
+    "core": ([f"{name}.py" for name in CORE], 860),
+    "workers": (["workers.py"], 270),
+    "handler": (["handler.py"], 540),
+    "training": ([f"{name}.py" for name in TRAINING[:-1]], 1160),
+    "trainer": (["trainer.py"], 262),
+    "package": (["**/*.py"], 3160),
 }
 
 
@@ -171,4 +166,4 @@ def test_the_package_stays_small(patterns, limit):
     files = [file for pattern in patterns for file in sorted(PACKAGE.glob(pattern))]
     lines = {str(f.relative_to(PACKAGE)): lines_of_code(f.read_text()) for f in files}
     assert 0 < sum(lines.values()) <= limit, lines
-    assert max(lines.values()) <= 336, lines
+    assert max(lines.values()) <= 560, lines

@@ -1,6 +1,6 @@
 """Each rank gets its own samples, starting anywhere in an epoch.
 
-Loaders draw the same random numbers in any process and at any world size.
+Loaders draw nothing from the global generators.
 """
 
 import os
@@ -21,12 +21,10 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Subset,
     TensorDataset,
 )
 
-from ddp_ref.training.data import TrainBatches, eval_loader, train_loader
-from ddp_ref.training.samplers import TrainSampler, _rows as rows
+from ddp_ref.data import TrainSampler, eval_loader, train_loader, windows
 
 SIZES = st.integers(1, 40)
 WORLDS = st.integers(1, 6)
@@ -58,7 +56,7 @@ def test_order_and_padding_are_those_of_distributed_sampler(size, world_size, sh
         )
         theirs.set_epoch(epoch)
         sampler.set_epoch(epoch)
-        assert list(sampler) == [epoch * size + index for index in theirs]
+        assert list(sampler) == list(theirs)
         assert len(sampler) == len(theirs)
 
 
@@ -80,46 +78,25 @@ def test_a_resume_at_any_world_size_gives_each_unseen_sample_once(size, before, 
         assert rest == [part[steps * batch :] for part in whole]
 
 
-def epochs(world_size, start=(0, 0), **options):
-    """Return the samples of epochs 0 and 1, by rank, starting at (epoch, samples_seen)."""
-    samples = []
-    for rank in range(world_size):
-        loader = train_loader(Noisy(10), 2, rank=rank, world_size=world_size, seed=3, **options)
-        for epoch in range(start[0], 2):
-            loader.sampler.set_epoch(epoch, start[1] if epoch == start[0] else 0)
-            samples += [(epoch, rank, sample.tolist()) for batch in loader for sample in batch]
-    return samples
-
-
-def test_random_numbers_depend_on_seed_epoch_and_index_alone():
-    one_rank = epochs(1)
-    assert len({sample[1] for _, _, sample in one_rank}) == 20  # a new one per epoch and index
-    assert epochs(1, num_workers=2) == one_rank
-    assert epochs(1, num_workers=1, persistent_workers=True) == one_rank
-    assert epochs(1, start=(0, 4)) == one_rank[4:]
-    by_index = {(epoch, sample[0]): sample for epoch, _, sample in one_rank}
-    for epoch, _, sample in epochs(3):
-        assert sample == by_index[epoch, sample[0]]
-
-
 def images(kind=TensorDataset):
     pixels = torch.arange(10 * 24.0).reshape(10, 2, 3, 4)
     return kind(pixels.to(memory_format=torch.channels_last), torch.arange(10))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        images(),
-        Subset(Subset(images(), range(3, 9)), torch.tensor([5, 0, -2, 1])),
-        Subset(images(), np.array([3, 0, 1], np.uint8)),
-    ],
-)
-@pytest.mark.parametrize("options", [{"num_workers": 1}, {"drop_last": True}])
+class Doubled(TensorDataset):
+    def __getitem__(self, index):
+        return [2 * part for part in super().__getitem__(index)]
+
+
+class Named(TensorDataset):
+    """A subclass that looks up its rows as TensorDataset does."""
+
+
+@pytest.mark.parametrize("data", [images(), images(Named), images(Doubled)])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True}])
 def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(data, options):
-    ours = train_loader(data, 2, rank=0, world_size=1, shuffle=False, **options)
-    assert rows(data, [0, 1], len(data)) is not None
-    theirs = DataLoader(data, 2, drop_last="drop_last" in options)
+    ours = train_loader(data, 3, rank=0, world_size=1, shuffle=False, **options)
+    theirs = DataLoader(data, 3, drop_last="drop_last" in options)
     for batch, expected in zip(ours, theirs, strict=True):
         assert type(batch) is type(expected)
         for part, other in zip(batch, expected, strict=True):
@@ -129,32 +106,21 @@ def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(data, options):
     assert data[2][0].any()
 
 
-def test_a_collate_fn_gets_items_and_draws_by_seed_epoch_and_samples_alone():
-    def mixed(items):
-        assert type(items) is list and all(type(item) is tuple for item in items)
-        return torch.rand(())
+def test_a_tensor_data_set_is_read_a_batch_at_a_time():
+    class Counts(torch.Tensor):
+        pass
 
-    def drawn(rank=0, epoch=0, seed=0, **options):
-        shard = {"rank": rank, "world_size": 2, "seed": seed}
-        loader = train_loader(images(), 2, **shard, collate_fn=mixed, **options)
-        loader.sampler.set_epoch(epoch)
-        return tuple(number.item() for number in loader)
-
-    draws = [drawn(), drawn(rank=1), drawn(epoch=1), drawn(seed=7)]
-    assert len({number for numbers in draws for number in numbers}) == sum(map(len, draws))
-    assert drawn(rank=1, epoch=1) == drawn(rank=1, epoch=1, num_workers=2)
-
-
-def test_a_tensor_dataset_subclass_that_draws_random_numbers_is_seeded():
-    class Augmented(TensorDataset):
-        def __getitem__(self, index):
-            return [part + torch.rand(()) for part in super().__getitem__(index)]
-
-    for data in (images(Augmented), Subset(images(Augmented), range(10))):
-        loader = train_loader(data, 5, rank=0, world_size=1, shuffle=False)
-        first, second = ([batch[1] for batch in loader] for _ in range(2))
-        assert torch.equal(torch.cat(first), torch.cat(second))
-        assert torch.cat(first).frac().unique().numel() > 1
+    data, looked_up = images(), []
+    data.tensors = tuple(data.tensors)
+    loader = train_loader(data, 5, rank=0, world_size=1)
+    assert loader.dataset is data
+    reads = torch.Tensor.__getitem__
+    torch.Tensor.__getitem__ = lambda self, rows: looked_up.append(rows) or reads(self, rows)
+    try:
+        assert len(list(loader)) == 2
+    finally:
+        torch.Tensor.__getitem__ = reads
+    assert sum(isinstance(rows, torch.Tensor) for rows in looked_up) == 2 * 2
 
 
 def test_loading_leaves_the_global_generators_alone():
@@ -163,9 +129,9 @@ def test_loading_leaves_the_global_generators_alone():
 
     torch.manual_seed(0), random.seed(0), np.random.seed(0)
     expected = draw()
-    for options in ({}, {"num_workers": 1}):
+    for data, options in ((range(4), {}), (Noisy(4), {"num_workers": 1})):
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
-        list(train_loader(Noisy(4), 2, rank=0, world_size=1, **options))
+        list(train_loader(data, 2, rank=0, world_size=1, **options))
         list(eval_loader(range(4), 2, rank=0, world_size=1, **options))
         assert draw() == expected
 
@@ -225,7 +191,7 @@ def test_an_existing_loader_with_workers_may_be_used_without_them():
 WORKERS = """
 import os, time
 from pathlib import Path
-from ddp_ref.training.data import train_loader
+from ddp_ref.data import train_loader
 
 class Slow:
     def __len__(self): return 1000
@@ -270,7 +236,7 @@ def test_workers_leave_signals_to_their_rank_and_die_with_it(tmp_path):
 
 ENDING = """
 import sys, time, torch.multiprocessing
-from ddp_ref.training.data import train_loader
+from ddp_ref.data import train_loader
 
 class Items(list):
     def __getitem__(self, index):
@@ -308,20 +274,36 @@ def test_leftover_workers_do_not_keep_their_rank_from_exiting(tmp_path, worker, 
     assert "killed by signal" not in ended.stderr
 
 
-def test_workers_draw_different_numbers_on_each_rank_and_epoch_with_a_callers_own_sampler():
-    """With epoch None, in a loop that does not tell the loader the epoch."""
+def test_workers_draw_other_numbers_on_each_rank_and_the_data_set_is_the_users():
+    """So a `worker_init_fn` may set a generator or open a file there."""
 
-    def drawn(rank, epoch, seed=0):
+    def init(worker):
+        info = torch.utils.data.get_worker_info()
+        info.dataset.generator = torch.Generator().manual_seed(info.seed)
+
+    class Own(Noisy):
+        def __getitem__(self, index):
+            return torch.rand((), generator=self.generator)
+
+    def drawn(rank, seed=0):
         shard = {"rank": rank, "world_size": 2, "seed": seed}
-        sampler = DistributedSampler(range(4), 2, rank)
-        loader = train_loader(Noisy(4), 2, **shard, sampler=sampler, num_workers=1)
-        if epoch is not None:
-            TrainBatches(loader, None, seed=seed, rank=rank, world_size=1).seek(epoch, 0)
-        return tuple(torch.cat(list(loader))[:, 1].tolist())
+        loader = train_loader(data, 2, **shard, num_workers=2, worker_init_fn=init)
+        assert loader.dataset is data and loader.worker_init_fn is init
+        return tuple(torch.cat(list(loader)).tolist())
 
-    for cases in ([(0, 0), (1, 0), (0, 1), (0, 0, 7)], [(0, None), (1, None), (0, None, 7)]):
-        assert len({drawn(*case) for case in cases}) == len(cases)
-        assert drawn(*cases[1]) == drawn(*cases[1])
+    data = Own(8)
+    cases = [(0,), (1,), (0, 7)]
+    assert len({number for case in cases for number in drawn(*case)}) == 3 * 4
+    assert drawn(*cases[1]) == drawn(*cases[1])
+
+
+def test_a_loader_that_ends_early_or_goes_on_is_an_error():
+    assert [*windows(iter(range(5)), 5, 2)] == [[0, 1], [2, 3], [4]]
+    for size in (0, 3, 4):
+        with pytest.raises(RuntimeError, match=f"ended after {size} of 5 batches, and other ranks"):
+            list(windows(iter(range(size)), 5, 2))
+    with pytest.raises(RuntimeError, match="goes on after 5 batches"):
+        list(windows(iter(range(6)), 5, 2))
 
 
 def test_workers_may_be_started_by_another_thread():

@@ -15,7 +15,6 @@ from test_find_hang import FIND_HANG, FREEZE
 from training_job import job
 
 from ddp_ref import Callback, barrier, initialize_ddp, on_rank, run_ranks
-from ddp_ref.training.rank_sync import RankSync
 
 if "FAKE_GPUS" not in os.environ or not torch.cuda.device_count():
     pytest.skip("needs the fake GPU, and -m gpu: make test-fakegpu", allow_module_level=True)
@@ -64,7 +63,7 @@ def counts_of_20_steps(**options):
     ],
 )
 def test_waits_of_handler(options, waits):
-    """Handler waits once per summary (every 10 steps), plus what the options require."""
+    """Handler waits once per exchange (every 10 steps), plus what the options require."""
     assert counts_of_20_steps(**options) == (waits, 2 * STEPS, 0)  # a batch's two tensors
 
 
@@ -77,34 +76,6 @@ def test_waits_of_handler_under_a_group():
 
     counts = run_ranks(work, nproc=GPUS, timeout=LIMIT)
     assert counts[0] == ((2, 2 * STEPS, 0),) * 2
-
-
-def test_the_memory_of_a_summary_in_flight_is_not_reused():
-    """NCCL and a side stream still use it, so neither it nor a hidden copy of it may be freed."""
-
-    def work():
-        device = initialize_ddp(use_distributed=True).device
-        totals = torch.zeros(1, dtype=torch.float64, device=device)
-        sync = RankSync(device, True)
-
-        def events():
-            # Of the training stream, for tensors of more than one number.
-            trace = torch.cuda.memory._snapshot()["device_traces"][device.index]
-            ours = [event for event in trace if event["stream"] == 0 and event["size"] > 8]
-            return [event["action"] for event in ours if event["action"] != "snapshot"]
-
-        sync.start(1, totals)
-        sync.finish()
-        torch.zeros(1, device=device)  # now the memory of this first summary is free
-        torch.cuda.memory._record_memory_history()
-        sync.start(1, totals)
-        started = events()
-        sync.reset()
-        return started, events()
-
-    started, ended = run_ranks(work, nproc=GPUS, timeout=LIMIT)[0]
-    assert started == ["alloc"] * 2
-    assert ended == started + ["free_requested"] * 2  # but not free_completed
 
 
 def test_a_users_own_group_keeps_the_devices_that_the_user_set(capfd, monkeypatch):

@@ -137,7 +137,7 @@ def test_train_validate_predict_and_resume(precision, settings, tmp_path):
 def test_loading_a_smaller_scale_does_not_count_as_a_skipped_step(tmp_path):
     """GradScaler lowers the scale when it skips a step; a checkpoint may hold a low one too."""
     other = gpu_job(precision="fp16")
-    other.loop.scaler = torch.amp.GradScaler(init_scale=2.0**4)
+    other._scaler = torch.amp.GradScaler(init_scale=2.0**4)
     other.train(1)
     other.save(tmp_path / "a.pt")
     handler = gpu_job(precision="fp16")

@@ -7,20 +7,21 @@ take the same decisions.
 import os
 import re
 import signal
+import threading
 from datetime import timedelta
 from unittest.mock import Mock
 
 import handler_checks
 import pytest
 import torch
-from harness import TESTS, run, torchrun, wait_until
+from harness import TESTS, run, torchrun
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
 from training_job import Points, accuracy, flat, job, network
 
-from ddp_ref import Callback, initialize_ddp, run_ranks
-from ddp_ref.training.model import move
-from ddp_ref.training.rank_sync import RankSync, caught_signals
+from ddp_ref import Callback, Checkpoint, Handler, run_ranks
+from ddp_ref.model import move
+from ddp_ref.signals import caught_signals
 
 SCRIPT = "handler_checks.py"
 LIMIT = timedelta(minutes=4)
@@ -39,27 +40,13 @@ def test_in_one_process(name, tmp_path, monkeypatch):
     getattr(handler_checks, name)()
 
 
-def test_starting_a_summary_waits_for_nobody_and_ranks_add_in_rank_order(tmp_path):
-    """At 5 ranks and above, a torch kernel would add in an order that depends on the machine."""
-    draws = torch.rand(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+def test_two_ranks_resume_bit_for_bit(tmp_path, monkeypatch):
+    def work():
+        handler_checks.check_a_run_resumed_at_any_step_equals_the_uninterrupted_run()
+        handler_checks.check_frozen_parameters_that_forward_moves_resume_exactly()
 
-    def means():
-        rank = initialize_ddp(timeout=timedelta(seconds=20), backend="gloo").rank
-        rank_sync, means = RankSync(CPU, distributed=True), []
-        assert rank_sync.finish() is None
-        if rank == 1:  # if rank 0 waited for this one, both would hang
-            wait_until((tmp_path / "started").exists)
-        for draw in draws:
-            rank_sync.stop = rank == 1
-            rank_sync.start(1, draw[rank : rank + 1])
-            (tmp_path / "started").touch()
-            summary = rank_sync.finish()
-            means += summary.means
-            assert summary.stop
-        return means
-
-    expected = [sum(draw) / len(draw) for draw in draws.tolist()]
-    assert run_ranks(means, nproc=6, timeout=LIMIT) == [expected] * 6
+    monkeypatch.chdir(tmp_path)
+    run_ranks(work, nproc=2, timeout=LIMIT)
 
 
 class Spoils(Callback):
@@ -84,11 +71,11 @@ def test_an_epoch_goes_on_at_another_world_size(tmp_path):
         seen = []
 
         class Stops(Callback):
-            """All ranks learn one step later that the last one asks them to stop."""
+            """The last rank asks all to stop."""
 
             def on_step_end(self):
                 last = self.handler.info.world_size - 1
-                if (self.handler.rank, self.handler.step) == (last, stop_at - 1):
+                if (self.handler.rank, self.handler.step) == (last, stop_at):
                     self.handler.stop()
 
         def note(outputs, targets):
@@ -97,7 +84,7 @@ def test_an_epoch_goes_on_at_another_world_size(tmp_path):
 
         options = {"metrics": {"note": note}, "callbacks": [Stops()], "sync_every": 1}
         handler = job(model=nn.Linear(1, 1), **options)
-        handler.loop.task.loss_fn = lambda outputs, targets: outputs.square().mean()
+        handler.loss_fn = lambda outputs, targets: outputs.square().mean()
         handler.set_train_loader([(torch.ones(1), index) for index in range(37)], 2)
         handler.load(tmp_path)
         handler.train(1)
@@ -141,18 +128,17 @@ def act(folder, how):
     return ended, dict(re.findall(r"rank (\d) step (\d+)", ended.stdout))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_to_one_rank_saves_the_same_step_and_ends_all(tmp_path, name):
     ended, last_steps = act(tmp_path, name)
     codes = re.findall(r"exitcode +: (-?\d+)", ended.stderr)
     assert codes and set(codes) == {"143"}, ended.stderr
-    assert last_steps == {"0": "11", "1": "11"}
-    assert [path.name for path in (tmp_path / "saved").glob("*.pt")] == ["step_000000011.pt"]
-    log = (tmp_path / "saved" / "log.txt").read_text()
-    assert "saved saved/step_000000011.pt" in log and "ended by a signal at step 11" in log
+    assert last_steps == {"0": "10", "1": "10"}
+    assert [path.name for path in (tmp_path / "saved").glob("*.pt")] == ["step_000000010.pt"]
+    assert "saved saved/step_000000010.pt\nended by a signal at step 10\n" in ended.stdout
     handler = job(400, 2)
     handler.load(tmp_path / "saved")
-    assert (handler.epoch, handler.step, handler.samples_seen) == (0, 11, 44)
+    assert (handler.epoch, handler.step, handler.samples_seen) == (0, 10, 40)
 
 
 def test_a_callback_that_raises_ends_its_process_at_once(tmp_path):
@@ -162,12 +148,11 @@ def test_a_callback_that_raises_ends_its_process_at_once(tmp_path):
     assert last_steps == {"0": "7", "1": "7"}  # a peer cannot finish the next all-reduce
 
 
-def test_signals_are_caught_only_during_training(caplog):
+def test_signals_are_caught_only_during_training(capsys):
     class Kill(Callback):
         def on_epoch_start(self):
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    caplog.set_level("INFO")
     caught = []
     before = signal.signal(signal.SIGUSR1, lambda *_: caught.append("by the handler of before"))
     try:
@@ -178,7 +163,7 @@ def test_signals_are_caught_only_during_training(caplog):
         with pytest.raises(SystemExit) as ended:
             job(callbacks=[Kill()]).train(1)
         assert ended.value.code == 143 and len(caught) == 1
-        assert "no Checkpoint callback and no run_dir" in caplog.text
+        assert "step 7, unsaved: there is no Checkpoint" in capsys.readouterr().out
         # The process is about to exit. Even while Python shuts down, a second signal must not
         # change the exit code.
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
@@ -186,21 +171,22 @@ def test_signals_are_caught_only_during_training(caplog):
     finally:
         signal.signal(signal.SIGUSR1, before)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def test_a_fresh_start_and_a_file_that_does_not_fit(tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_a_fresh_start_and_a_file_that_does_not_fit(tmp_path, capsys):
     handler = job()
     handler.load(tmp_path / "absent")
     handler.load(tmp_path)
-    assert caplog.text.count("starting from scratch") == 2 and handler.step == 0
+    assert capsys.readouterr().out.count("starting from scratch") == 2 and handler.step == 0
     handler.train(1)
     handler.save(tmp_path / "step_7.pt")
-    handler = job()
+    lines = []
+    handler = job(log=lines.append)
     handler.load(tmp_path)
     assert (handler.epoch, handler.step) == (1, 7) and len(handler.train_losses) == 1
     handler.train(1)
-    assert caplog.messages[-1] == "nothing to train: 1 of 1 epochs have ended already"
+    assert lines[-1] == "nothing to train: 1 of 1 epochs have ended already"
     with pytest.raises(FileNotFoundError):
         handler.load(tmp_path / "none.pt")
     step = torch.optim.lr_scheduler.StepLR
@@ -218,6 +204,103 @@ def test_a_fresh_start_and_a_file_that_does_not_fit(tmp_path, caplog):
     ):
         with pytest.raises(ValueError, match=text):
             other.load(tmp_path / f"{name}.pt")
+
+
+def test_only_the_first_train_tries_to_save(tmp_path):
+    handler, saves = job(callbacks=[Checkpoint(tmp_path, None)]), []
+    save = handler.save
+    handler.save = lambda path: saves.append(path.name) or save(path)
+    for epochs in (0, 1, 2):
+        handler.train(epochs)
+    assert saves == [".before_training.pt", "step_000000007.pt", "step_000000014.pt"]
+
+
+def test_saving_leaves_the_callers_random_numbers_alone(tmp_path):
+    handler = job()
+    torch.manual_seed(3)
+    expected = torch.rand(())
+    torch.manual_seed(3)
+    handler.save(tmp_path / "a.pt")
+    assert torch.rand(()) == expected
+    resumed = job()
+    resumed.load(tmp_path / "a.pt")
+    for each in (handler, resumed):
+        each.train(1)
+    assert torch.equal(flat(handler.model), flat(resumed.model))
+
+
+def test_a_stop_before_training_or_from_another_thread_is_not_lost():
+    handler = job()
+    handler.stop()
+    handler.train(2)
+    assert handler.step == 0
+    handler.train(1)
+    assert handler.step == 7
+
+    class Asks(Callback):
+        def on_step_end(self):
+            if self.handler.step == 9:
+                thread = threading.Thread(target=self.handler.stop)
+                thread.start()
+                thread.join()
+
+    handler = job(callbacks=[Asks()], sync_every=1)
+    handler.train(9)
+    assert handler.step == 9
+
+
+def test_unfreezing_needs_an_optimizer_with_all_parameters_from_the_start(tmp_path):
+    def make(stage, parameters):
+        model = network()
+        model[0].requires_grad_(stage == 2)
+        optimizer = torch.optim.SGD(parameters(model, stage), lr=0.1, momentum=0.9)
+        handler = Handler(model, optimizer, nn.functional.cross_entropy, device="cpu")
+        handler.set_train_loader(Points(12), 3)
+        return handler
+
+    def trainable(model, stage):
+        return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def groups(model, stage):
+        return [{"params": list(part.parameters())} for part in (model[3], model[0])[:stage]]
+
+    for wrong, numbers in ((trainable, r"\[2\], not \[4\]"), (groups, r"\[2\], not \[2, 2\]")):
+        make(1, wrong).save(tmp_path / "a.pt")
+        with pytest.raises(ValueError, match=f"groups of {numbers} parameters: to unfreeze layers"):
+            make(2, wrong).load(tmp_path / "a.pt")
+    handler = make(1, lambda model, stage: model.parameters())
+    handler.train(1)
+    assert torch.equal(handler.module[0].weight, network()[0].weight)
+    handler.save(tmp_path / "a.pt")
+    handler = make(2, lambda model, stage: model.parameters())
+    handler.load(tmp_path / "a.pt")
+    handler.train(2)
+    assert not torch.equal(handler.module[0].weight, network()[0].weight)
+
+
+SHORT = """
+import sys
+from ddp_ref import cleanup_ddp, initialize_ddp
+from datetime import timedelta
+from training_job import Points, job
+
+class Short:
+    rank = property(lambda self: info.rank)
+    num_replicas = property(lambda self: info.world_size)
+    def __len__(self): return 8
+    def __iter__(self):
+        yield from [[0, 1]] * (8 - (info.rank == 1))
+
+info = initialize_ddp(timedelta(minutes=5))
+job(loader={"batch_sampler": Short()}, batch_size=None).train(1)
+"""
+
+
+def test_a_sampler_that_ends_early_on_one_rank_is_an_error_there_and_no_hang(tmp_path):
+    (tmp_path / "script.py").write_text(SHORT)
+    ended = run(*torchrun(2, "script.py"), cwd=tmp_path, env=TESTS, timeout=60)
+    assert ended.code == 1
+    assert "this rank's loader ended after 7 of 8 batches, and other ranks wait" in ended.stderr
 
 
 def test_a_copy_to_the_cpu_is_complete_when_move_returns():
@@ -266,13 +349,13 @@ def test_steps_that_the_scaler_skips_change_neither_weights_nor_scheduler():
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "step"
 
     handler = job(9, 3, scheduler=schedule)
-    handler.loop.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    handler.loop.task.loss_fn = lambda outputs, targets: 1000 * outputs.square().mean()
+    handler._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    handler.loss_fn = lambda outputs, targets: 1000 * outputs.square().mean()
     handler.train(1)
     assert torch.equal(flat(handler.model), flat(network()))
     assert handler.skipped == handler.step == 3
     assert handler.optimizer.param_groups[0]["lr"] == 0.1
-    assert handler.loop.scaler.get_scale() == 2.0**124
+    assert handler._scaler.get_scale() == 2.0**124
 
 
 def test_gradients_are_unscaled_before_they_are_clipped():
@@ -281,7 +364,7 @@ def test_gradients_are_unscaled_before_they_are_clipped():
     for scale in (None, 2.0**10):
         handler = job(9, 3, clip_norm=0.1, lr=1.0)
         if scale:
-            handler.loop.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+            handler._scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         handler.train(1)
         weights.append(flat(handler.model))
     assert torch.allclose(*weights, atol=1e-6)

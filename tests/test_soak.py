@@ -9,7 +9,7 @@ from attempts import Attempt, growth
 from harness import ROOT, run
 from judge import Wrong
 
-from ddp_ref.training import checkpoint
+from ddp_ref import checkpoint
 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--batch-size", "64", "--length", "9"]
 

@@ -310,7 +310,8 @@ def _show_to_others(start: Start) -> None:
     /proc/<pid>/cmdline and environ show what an interpreter was started with, and tests find their
     processes there. The template was started with SPACE to make room for longer commands.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGHUP):  # nohup has started the template, perhaps
+        signal.signal(number, signal.SIG_DFL)
     for number in start.ignored:
         signal.signal(number, signal.SIG_IGN)
     if start.new_session:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, random_split
 
+from .callbacks import Callback, Checkpoint, EarlyStopping
+from .data import eval_loader, length_of, length_or_none, train_loader
 from .handler import Handler
 from .initialize import DistInfo, initialize_ddp
 from .launch import detect_launch
 from .randomness import seed_everything
-from .training.callbacks import Callback, Checkpoint, EarlyStopping
-from .training.data import eval_loader, length_of, length_or_none, train_loader
 
 # What every file may name: parts of a training run. None of them runs commands or unpickles files.
 PARTS = ("torch.nn.modules", "torch.nn.functional", "torch.optim", "torch.utils.data.dataset")
@@ -219,6 +219,7 @@ class TrainerDDP:
             metrics={n: _instance(m) for n, m in config.get("metrics", {}).items()},
             callbacks=self._callbacks(),
             run_dir=self._path,
+            log=logging.getLogger("ddp_ref.handler").info,
             ddp_options={k: v for k, v in parallel.items() if k == "find_unused_parameters"},
             **options,
         )
@@ -258,11 +259,12 @@ class TrainerDDP:
             Exception: Other errors as in `Handler.load` and `Handler.train`.
         """
         handler, samples = self.handler, length_or_none(train_loader.dataset)
-        handler.train_loader = train_loader
-        handler.val_loader = None if length_or_none(val_loader.dataset) == 0 else val_loader
+        handler.set_train_loader(train_loader)
+        if length_or_none(val_loader.dataset) != 0:
+            handler.set_val_loader(val_loader)
         if self._path is not None:
             handler.load(self._path, keep=self._training.get("keep", ()))
-            before = handler.loop.state.data.get("samples")
+            before = handler.data.get("size")
             if before not in (None, samples):  # items of the test set could be trained on
                 raise ValueError(
                     f"the checkpoint is from a run on {before} training samples, but now there "

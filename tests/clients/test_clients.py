@@ -101,7 +101,7 @@ def test_torchmetrics_equal_those_of_a_single_process_also_on_one_rank_or_withou
         from torchmetrics.functional.classification import multiclass_auroc, multiclass_f1_score
 
         handler = scores.train()
-        objects = handler.loop.task.metrics
+        objects = handler._objects
         objects["twice"] = objects["f1"].clone() + objects["f1"].clone()  # it contains others
         test_set = scores.MyTrainDataset(train=False)
         validated = handler.validate()

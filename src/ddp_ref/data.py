@@ -1,30 +1,108 @@
 """The loaders that give each rank its batches, for `Handler` and for training loops of your own."""
 
-import warnings
-from collections.abc import Generator, Iterator, Mapping
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice, repeat
 from typing import Any
 
-import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data.dataloader import default_collate
+from torch.utils.data.dataset import TensorDataset
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
-from ..randomness import seed_from
-from .loader_workers import Loader
-from .rank_sync import check_same
-from .samplers import SeededDataset, TrainSampler
+from .initialize import dist_info
+from .randomness import seed_from
 from .settings import check_count
+from .signals import kill_at_exit, start_worker
 
 # The options that a rebuilt loader keeps. The second list needs num_workers above 0.
-KEPT_OPTIONS = (
-    "batch_size",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "worker_init_fn",
-)
-WORKER_OPTIONS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+KEPT = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "worker_init_fn")
+KEPT_OF_WORKERS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
+NO_INDEXING = (torch.uint16, torch.uint32, torch.uint64)  # torch 2.8 cannot look up their rows
+
+
+class TrainSampler(Sampler[int]):
+    """Give a rank its samples, starting anywhere in any epoch.
+
+    Order and padding are those of torch's DistributedSampler for the same seed and epoch: up to
+    num_replicas - 1 items are repeated, so that all ranks take the same number of steps.
+    `samples_seen` counts the samples of the epoch that all ranks together have seen. They are
+    always a prefix of one permutation, so the number means the same at every world size.
+    """
+
+    def __init__(
+        self, size: int, *, rank: int, world_size: int, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        if size < 1:
+            raise ValueError("the training set is empty: it must have at least 1 sample")
+        self.size, self.rank, self.num_replicas = size, rank, world_size
+        self.shuffle, self.seed = shuffle, seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, samples_seen: int = 0) -> None:
+        """Make the next iteration start after `samples_seen` samples of `epoch`."""
+        self.epoch, self.samples_seen = epoch, samples_seen
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.arange(self.size)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.size, generator=generator)
+        left = order[self.samples_seen :]
+        padding = -len(left) % self.num_replicas
+        left = torch.cat([left, order.repeat(-(-padding // self.size))[:padding]])
+        return iter(left[self.rank :: self.num_replicas].tolist())
+
+    def __len__(self) -> int:
+        return -(-max(0, self.size - self.samples_seen) // self.num_replicas)
+
+
+class Loader(DataLoader[Any]):
+    """A DataLoader that draws nothing from the global generator; `seed` seeds its workers.
+
+    Without workers, it looks up the rows of a TensorDataset a batch at once, which is several times
+    as fast.
+    """
+
+    def __init__(self, dataset: Any, seed: int, **options: Any) -> None:
+        self.has_own_generator = options.get("generator") is not None
+        if not self.has_own_generator:
+            options["generator"] = torch.Generator().manual_seed(seed)
+        super().__init__(dataset, **options)
+
+    def set_seed(self, *parts: int) -> None:
+        """Seed the workers of the next iteration, unless the generator is the user's own."""
+        if not self.has_own_generator:
+            self.generator.manual_seed(seed_from(*parts))
+
+    def __iter__(self) -> Any:
+        data: Any = self.dataset
+        plain = getattr(type(data), "__getitem__", None) is TensorDataset.__getitem__
+        if not plain or self.num_workers or self.collate_fn is not default_collate:
+            return super().__iter__()
+        whole = self.batch_sampler and all(t.dtype not in NO_INDEXING for t in data.tensors)
+        return self._look_up(data.tensors) if whole else super().__iter__()
+
+    def _look_up(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield what default_collate makes of the rows of each batch."""
+        for batch in self.batch_sampler or ():
+            rows = torch.tensor(batch)
+            # Indexing may keep the memory layout of a permuted tensor; stacking rows would not.
+            parts = [tensor[rows].contiguous() for tensor in tensors]
+            yield [part.pin_memory() for part in parts] if self.pin_memory else parts
+
+    def _get_iterator(self) -> Any:
+        user_init_fn = self.worker_init_fn
+        from_main = threading.current_thread() is threading.main_thread()
+        self.worker_init_fn = partial(start_worker, user_init_fn, from_main)  # of those that start
+        batches: Any = super()._get_iterator()
+        self.worker_init_fn = user_init_fn
+        if self.num_workers:
+            kill_at_exit(batches._workers)
+        return batches
 
 
 def train_loader(
@@ -37,11 +115,7 @@ def train_loader(
     seed: int = 0,
     **loader: Any,
 ) -> DataLoader[Any]:
-    """Return a DataLoader for this rank's training batches.
-
-    It has a TrainSampler, and a SeededDataset that wraps your data set and seeds each sample. A
-    `worker_init_fn` finds your data set in `get_worker_info().dataset.dataset`. In your own loop,
-    call `loader.sampler.set_epoch(epoch)` before each epoch.
+    """Return a DataLoader for this rank's training batches; call its `sampler.set_epoch(epoch)`.
 
     A `sampler` or `batch_sampler` of yours is used as it is, if there is one rank, or if its
     attributes `rank` and `num_replicas` show that it gives this rank its own samples, as those of
@@ -55,7 +129,7 @@ def train_loader(
         rank: This rank. Default: its rank in the open group, or 0.
         world_size: The number of ranks. Default: that of the open group, or 1.
         shuffle: Whether to shuffle each epoch. Default: yes, or as the existing loader does.
-        seed: The seed of the order, and of the random numbers of samples and workers.
+        seed: The seed of the order, and, together with the rank, of the workers.
         **loader: Anything else that DataLoader takes.
 
     Raises:
@@ -73,8 +147,11 @@ def train_loader(
         in_random_order = options.pop("shuffle") is not False
         shard = {"rank": rank, "world_size": world_size, "seed": seed}
         options["sampler"] = TrainSampler(size, shuffle=in_random_order, **shard)
-        dataset = SeededDataset(dataset, seed, options.get("collate_fn"))
-        options["collate_fn"] = _already_collated
+    if options.get("persistent_workers") and hasattr(dataset, "set_epoch"):
+        raise ValueError(
+            f"{type(dataset).__name__}.set_epoch would not reach the copies of the data set in "
+            "persistent workers: leave out persistent_workers"
+        )
     return Loader(dataset, seed_from(seed, rank), **options)
 
 
@@ -111,7 +188,8 @@ def eval_loader(
     ours = isinstance(data, Loader) and type(own) is range  # from a loader of this function
     if not ours and type(own) not in (type(None), DistributedSampler):
         raise ValueError(
-            f"evaluation uses each item once, but a {type(own).__name__} may not: pass a Subset"
+            f"evaluation uses each item once, but a {type(own).__name__} may not: pass only the "
+            "data set, or a Subset of it, and batch_size"
         )
     shard = range(rank, length_of(dataset), world_size)
     check_count("batch_size", options.get("batch_size"))
@@ -119,115 +197,31 @@ def eval_loader(
     return Loader(dataset, seed_from(rank), **options | in_order)
 
 
-class TrainBatches:
-    """The batches of `loader`, one list for each optimizer step.
+def endless(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    """Yield the batches of a stream, again from the beginning when it ends."""
+    while True:
+        batch = None
+        for batch in loader:
+            yield batch
+        if batch is None:
+            raise ValueError("the stream gave no batch: each rank needs at least one")
 
-    Args:
-        loader: This rank's loader, from `train_loader`.
-        steps_per_epoch: Optimizer steps per epoch, for an IterableDataset or a batch sampler
-            without a length; None to go to its end.
-        accumulate: Batches per optimizer step.
-        seed: The seed of the loader's workers.
-        rank: This rank.
-        world_size: The number of ranks.
 
-    Raises:
-        ValueError: If data without a length has no `steps_per_epoch` on several ranks, or if data
-            with a length has it. If the lengths differ between ranks, all ranks raise.
-    """
-
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        steps_per_epoch: int | None,
-        accumulate: int = 1,
-        *,
-        seed: int,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        unsized = isinstance(loader.dataset, IterableDataset) or length_or_none(loader) is None
-        if steps_per_epoch is not None:
-            check_count("steps_per_epoch", steps_per_epoch)
-            if not unsized:
-                raise ValueError("steps_per_epoch is for data without a length: leave it out here")
-        elif unsized and world_size > 1:
-            raise ValueError("data without a length may differ between ranks: pass steps_per_epoch")
-        self.loader, self.steps_per_epoch, self.accumulate = loader, steps_per_epoch, accumulate
-        self.seed, self.rank, self.world_size = seed, rank, world_size
-        self._sampler = own = loader.sampler if isinstance(loader.sampler, TrainSampler) else None
-        #: what must stay the same within an epoch
-        self.fingerprint = {"samples": own and own.size, "shuffle": own and own.shuffle}
-        # A batch sampler without a batch_size counts each of its batches as one sample.
-        batch_size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-        #: how many samples all ranks together draw in one batch each
-        self.samples_per_batch = batch_size * world_size
-        self._stream = self._endless()
-        self._check_lengths()
-
-    def rewind(self) -> None:
-        """Read a stream from its beginning again, and end the workers that read it so far."""
-        self._stream.close()
-        self._stream = self._endless()
-
-    def seek(self, epoch: int, samples_seen: int) -> bool:
-        """Make `windows` start here; return False if the epoch must start again.
-
-        Only a TrainSampler can start in the middle of an epoch, at any world size.
-        """
-        if isinstance(self.loader, Loader) and not self.loader.has_own_generator:
-            seed = seed_from(self.seed, epoch, self.rank)
-            self.loader.generator.manual_seed(seed)  # of the workers
-        dataset, outer = self.loader.dataset, self.loader.batch_sampler
-        parts: list[Any] = [dataset]  # not the data set inside a SeededDataset: see there
-        if self._sampler is None:
-            parts += [self.loader.sampler, outer, getattr(outer, "sampler", None)]
-        for part in parts:
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(epoch)
-        if self._sampler is not None:
-            self._sampler.set_epoch(epoch, samples_seen)
-            return True
-        self._check_lengths()  # again, because a sampler's length may change with the epoch
-        if samples_seen:
-            why = "because only Handler's own sampler can continue in the middle of an epoch"
-            warnings.warn(f"epoch {epoch + 1} starts again, {why}", stacklevel=2)
-        return not samples_seen
-
-    def windows(self) -> Iterator[list[tuple[Any, int | None]]]:
-        """Yield the remaining optimizer steps of the epoch: each batch, and its number of items."""
-        steps = self.steps_per_epoch
-        batches = islice(self._stream, steps * self.accumulate) if steps else self.loader
-        pairs = zip(batches, items_of_batches(self.loader), strict=False)
-        return iter(lambda: list(islice(pairs, self.accumulate)), [])
-
-    def steps_left(self, samples_seen: int) -> int | None:
-        """Return how many steps of the epoch are left; None if the data has no length."""
-        accumulate, steps = self.accumulate, self.steps_per_epoch
-        # With a TrainSampler, a loader's length is the number of batches after its start.
-        batches = length_or_none(self.loader) if steps is None else steps * accumulate
-        if batches is None:
-            return None
-        start = 0 if self._sampler is None else self._sampler.samples_seen
-        taken = (samples_seen - start) // self.samples_per_batch
-        return -(-max(0, batches - taken) // accumulate)
-
-    def _endless(self) -> Generator[Any, None, None]:
-        """Yield the stream's batches, again from the beginning when it ends."""
-        while True:
-            batch = None
-            for batch in self.loader:
-                yield batch
-            if batch is None:
-                raise ValueError("the stream gave no batch: each rank needs at least one")
-
-    def _check_lengths(self) -> None:
-        """Check that an epoch has the same number of steps on all ranks (collective)."""
-        items, batches = length_or_none(self.loader.dataset), length_or_none(self.loader)
-        if self.steps_per_epoch is not None:
-            items = batches = None  # streams may differ in length, but not in the number of steps
-        steps = self.steps_per_epoch
-        check_same(self.world_size > 1, items=items, batches=batches, steps_per_epoch=steps)
+def windows(batches: Iterator[Any], number: int, size: int) -> Iterator[list[Any]]:
+    """Yield lists of `size` batches, `number` in all; raise RuntimeError if there are fewer."""
+    for first in range(0, number, size):
+        window = list(islice(batches, min(size, number - first)))
+        if len(window) < min(size, number - first):
+            raise RuntimeError(
+                f"this rank's loader ended after {first + len(window)} of {number} batches, and "
+                "other ranks wait for the rest: its sampler gives fewer than its __len__ says"
+            )
+        yield window
+    if next(batches, None) is not None:
+        raise RuntimeError(
+            f"this rank's loader goes on after {number} batches: its sampler gives more than its "
+            "__len__ says"
+        )
 
 
 def items_of_batches(loader: Any) -> Iterator[int | None]:
@@ -255,17 +249,31 @@ def length_of(dataset: Any) -> int:
 
 
 def length_or_none(data: Any) -> int | None:
-    """Return the length of a data set or a loader; None if it has none."""
+    """Return the length of a data set or a loader; None if it has none, as a stream's loader."""
     try:
-        return len(data)
+        return None if isinstance(getattr(data, "dataset", None), IterableDataset) else len(data)
     except TypeError:
         return None
 
 
+def samples_per_batch(loader: DataLoader[Any]) -> int:
+    """Return a loader's batch size; a batch sampler without one counts each batch as a sample."""
+    return loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+
+
+def seek(loader: Any, epoch: int, samples_seen: int) -> None:
+    """Tell the data set and the samplers the epoch, and a TrainSampler where to start."""
+    outer = loader.batch_sampler
+    for part in (loader.dataset, loader.sampler, outer, getattr(outer, "sampler", None)):
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+    if isinstance(loader.sampler, TrainSampler):
+        loader.sampler.set_epoch(epoch, samples_seen)
+
+
 def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    grouped = dist.is_available() and dist.is_initialized()
-    own, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    return own if rank is None else rank, size if world_size is None else world_size
+    info = dist_info()
+    return info.rank if rank is None else rank, world_size or info.world_size
 
 
 def _unpack(data: Any, batch_size: int | None, given: Any) -> tuple[Any, dict[str, Any]]:
@@ -276,22 +284,20 @@ def _unpack(data: Any, batch_size: int | None, given: Any) -> tuple[Any, dict[st
     if isinstance(data, DataLoader):
         kind = type(data)
         usual = kind._get_iterator in (DataLoader._get_iterator, Loader._get_iterator)
-        if not usual or kind.__iter__ is not DataLoader.__iter__:  # PyG's NeighborLoader, for one
-            raise ValueError(
+        if not usual or kind.__iter__ not in (DataLoader.__iter__, Loader.__iter__):
+            raise ValueError(  # PyG's NeighborLoader, for one
                 f"{kind.__name__} makes its batches in its own __iter__ or _get_iterator, so it "
                 "cannot be sharded: pass its data set, or an IterableDataset that yields batches"
             )
-        kept = KEPT_OPTIONS + (WORKER_OPTIONS if given.get("num_workers", data.num_workers) else ())
+        kept = KEPT + (KEPT_OF_WORKERS if given.get("num_workers", data.num_workers) else ())
         options = {name: getattr(data, name) for name in kept}
-        if data.batch_size is None:
+        if data.batch_size is None and data.batch_sampler is not None:
             options["batch_sampler"] = data.batch_sampler
         elif (shuffles := _shuffles(data.sampler)) is not None:
             options["shuffle"] = shuffles
         elif not isinstance(data.dataset, IterableDataset):
             options["sampler"] = data.sampler
         data = data.dataset
-    if isinstance(data, SeededDataset):  # from a loader of ours
-        options["collate_fn"], data = data.collate_fn, data.dataset
     options |= {name: value for name, value in given.items() if value is not None}
     if batch_size is not None:
         options["batch_size"] = batch_size
@@ -309,11 +315,6 @@ def _shuffles(sampler: Any) -> bool | None:
     return False if type(sampler) is SequentialSampler else None
 
 
-def _already_collated(batch: Any) -> Any:
-    """Return `batch`, which is collated already."""
-    return batch
-
-
 def _check_sampler(name: str, sampler: Any, rank: int, world_size: int) -> None:
     """Raise ValueError unless `sampler` gives this rank its own samples."""
     # Check the sampler inside a BatchSampler, unless the outer one is rank-aware itself.
@@ -322,6 +323,6 @@ def _check_sampler(name: str, sampler: Any, rank: int, world_size: int) -> None:
     if world_size > 1 and shard != (rank, world_size):
         raise ValueError(
             f"the {name} must be for rank {rank} of {world_size}, but the (rank, num_replicas) of "
-            f"this {type(inner).__name__} is {shard}: use a DistributedSampler, or leave out the "
-            f"{name} (for some of the items, pass a Subset)"
+            f"this {type(inner).__name__} is {shard}: use a DistributedSampler (inside a "
+            "BatchSampler, too), or pass only the data set, or a Subset of it, and batch_size"
         )

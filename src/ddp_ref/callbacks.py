@@ -1,16 +1,17 @@
 """Callbacks: hooks around training, which every rank calls in the same order."""
 
+import csv
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import NAME, numbered, remove_temporary_files, step_of
+from .checkpoint import NAME, numbered, step_of
 from .settings import check_count
 
 if TYPE_CHECKING:
-    from ..handler import Handler
+    from .handler import Handler
 
 
 class Callback:
@@ -19,11 +20,13 @@ class Callback:
     Every rank calls every hook, in the order of the handler's list, with each Checkpoint after all
     others. So a hook may make collective calls if all ranks make them. If a hook raises an
     exception, its process ends at once with its own traceback, and the launcher or the closed
-    connection ends the other ranks. A signal never interrupts a hook: training ends later, after
-    the next summary.
+    connection ends the other ranks. A signal never interrupts a hook: training ends later, between
+    two steps or two batches of validation.
     """
 
     handler: "Handler"  # set by the Handler that gets this callback
+    #: the names that it adds to `handler.history`, so that others may monitor them
+    records: Sequence[str] = ()
 
     def on_train_start(self) -> None:
         """Called when `train` starts, before its first epoch."""
@@ -32,14 +35,18 @@ class Callback:
         """Called before the first batch of an epoch, and again if the epoch is resumed.
 
         The model is in train mode. What the hook changes, such as `layer.eval()`, stays. It must
-        not freeze or unfreeze parameters: DDP does not notice, so the next step would be an error.
+        not freeze or unfreeze parameters: DDP does not notice, so the epoch would be an error.
         """
 
     def on_step_end(self) -> None:
         """Called after each optimizer step; `handler.step` counts it."""
 
     def on_validation_start(self) -> None:
-        """Called after the last step of each epoch, before validation, if there is any."""
+        """Called after the last step of each epoch, before validation, if there is any.
+
+        If a signal ends the validation, a checkpoint has what this hook has changed, and the
+        resumed run calls it again.
+        """
 
     def on_epoch_end(self) -> None:
         """Called after validation; the history and `handler.epoch` already include this epoch."""
@@ -77,7 +84,7 @@ class EarlyStopping(Callback):
             self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
-        values = monitored(self.handler.history, self.monitor)
+        values = self.handler.history[self.monitor]
         if (waited := _epochs_since_best(values, self.min_delta, self.mode)) >= self.patience:
             self.handler.log(f"{self.monitor} has not improved for {waited} epochs: stopping")
             self.handler.stop()
@@ -90,42 +97,17 @@ class LearningRateMonitor(Callback):
     ended before the handler had this callback get NaN.
     """
 
+    @property
+    def records(self) -> Sequence[str]:  # type: ignore[override]
+        groups = range(len(self.handler.optimizer.param_groups))
+        return [f"lr_{number}" if number else "lr" for number in groups]
+
     def on_epoch_start(self) -> None:
-        for number, group in enumerate(self.handler.optimizer.param_groups):
-            rates = self.handler.history.setdefault(f"lr_{number}" if number else "lr", [])
+        for name, group in zip(self.records, self.handler.optimizer.param_groups, strict=True):
+            rates = self.handler.history.setdefault(name, [])
             rates += [math.nan] * (self.handler.epoch - len(rates))
             if len(rates) == self.handler.epoch:  # a resumed epoch has its value already
                 rates.append(float(group["lr"]))
-
-
-class ProgressBar(Callback):
-    """Show a progress bar per epoch on rank 0's standard error. Without tqdm, warn instead."""
-
-    _bar: Any = None
-
-    def on_epoch_start(self) -> None:
-        self.on_epoch_end()
-        if self.handler.rank:
-            return
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
-            return
-        self._bar = tqdm(desc=f"epoch {self.handler.epoch + 1}", total=self.handler.steps_left)
-
-    def on_step_end(self) -> None:
-        if self._bar is not None:  # a bar without a length is falsy
-            self._bar.set_postfix(self.handler.running, refresh=False)
-            self._bar.update()
-
-    def on_epoch_end(self) -> None:
-        """Close the bar, so that the next output starts on a line of its own."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    on_train_end = on_epoch_end
 
 
 class Checkpoint(Callback):
@@ -168,7 +150,8 @@ class Checkpoint(Callback):
     def on_train_start(self) -> None:
         self._saved = self.handler.step, self.handler.epoch
         if self.handler.rank == 0:
-            remove_temporary_files(self.folder)
+            for left_over in self.folder.glob(".*.pt.tmp"):  # of a killed save
+                left_over.unlink(missing_ok=True)
             if later := [p for p in numbered(self.folder) if step_of(p) > self.handler.step]:
                 warnings.warn(
                     f"{later[-1]} is from a later step than this run's {self.handler.step}: call "
@@ -181,12 +164,12 @@ class Checkpoint(Callback):
             self._save()
 
     def on_epoch_end(self) -> None:
-        if self.every_epochs and self.handler.epoch % self.every_epochs == 0:
-            self._save()
-        if self.monitor:
-            values = monitored(self.handler.history, self.monitor)
+        if self.monitor:  # before the step's file: a run that dies between the two repeats both
+            values = self.handler.history[self.monitor]
             if math.isfinite(values[-1]) and _epochs_since_best(values, 0.0, self.mode) == 0:
                 self.handler.save(self.folder / "best.pt")
+        if self.every_epochs and self.handler.epoch % self.every_epochs == 0:
+            self._save()
 
     def on_train_end(self) -> None:
         if self._saved != (self.handler.step, self.handler.epoch):
@@ -204,17 +187,93 @@ class Checkpoint(Callback):
                 path.unlink(missing_ok=True)
 
 
+class HistoryFile(Callback):
+    """Write `handler.history` to history.csv after each epoch; lists that began late come last."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / "history.csv"
+
+    def on_epoch_end(self) -> None:
+        if self.handler.rank == 0:
+            write_history(self.handler.history, self.path)
+
+
+class ProgressBar(Callback):
+    """Show a progress bar per epoch on rank 0's standard error. Without tqdm, warn instead."""
+
+    _bar: Any = None
+
+    def on_epoch_start(self) -> None:
+        self.on_epoch_end()
+        if self.handler.rank:
+            return
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
+            return
+        self._bar = tqdm(desc=f"epoch {self.handler.epoch + 1}", total=self.handler.steps_left)
+
+    def on_step_end(self) -> None:
+        if self._bar is not None:  # a bar without a length is falsy
+            self._bar.set_postfix(self.handler.running, refresh=False)
+            self._bar.update()
+
+    def on_epoch_end(self) -> None:
+        """Close the bar, so that the next output starts on a line of its own."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    on_train_end = on_validation_start = on_epoch_end
+
+
+def write_history(history: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Write one row per epoch and one column per list of `history`; short lists start later.
+
+    A reader never sees half of the file.
+    """
+    last = max(map(len, history.values()), default=0)
+    columns = [[""] * (last - len(values)) + [*values] for values in history.values()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["epoch", *history])
+        writer.writerows(zip(range(1, last + 1), *columns, strict=True))
+    temporary.replace(path)
+
+
+def ordered(callbacks: Sequence[Callback], run_dir: str | Path | None) -> list[Callback]:
+    """Return the user's callbacks and ours, which come last to see what the others changed.
+
+    A Checkpoint comes after all other callbacks of the user's: a resumed run does not call their
+    hooks again, so what these draw and change must be in the file.
+    """
+    every = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+    if run_dir is not None and not any(isinstance(callback, Checkpoint) for callback in every):
+        every.append(Checkpoint(run_dir))
+    return every if run_dir is None else [*every, HistoryFile(run_dir)]
+
+
+def check_monitors(handler: "Handler") -> None:
+    """Raise ValueError if a callback or the scheduler watches what nothing records."""
+    known = [*handler.names("train"), *handler.history]
+    known += handler.names("val") if handler.val_loader is not None else []
+    known += [name for callback in handler.callbacks for name in callback.records]
+    watched = [getattr(callback, "monitor", None) for callback in handler.callbacks]
+    watched += [handler.scheduler_unit] if handler.scheduler_unit not in ("step", "epoch") else []
+    for name in watched:
+        if name is not None and name not in known:
+            raise ValueError(
+                f"nothing records {name!r}: use one of {', '.join(sorted({*known}))}, or name it "
+                "in `records` of the Callback that adds it to the history"
+            )
+
+
 def _check_mode(mode: str) -> None:
     if mode not in ("min", "max"):
         raise ValueError(f'mode must be "min" or "max", not {mode!r}')
-
-
-def monitored(history: Mapping[str, list[float]], name: str) -> list[float]:
-    """Return the list `name` of the history; raise ValueError if no epoch has recorded it."""
-    if not history.get(name):
-        known = ", ".join(sorted(known for known, values in history.items() if values))
-        raise ValueError(f"the history has no values of {name!r}: use one of {known}")
-    return history[name]
 
 
 def _epochs_since_best(values: Sequence[float], min_delta: float, mode: str) -> int:

@@ -1,0 +1,166 @@
+"""What all ranks must have in common: the settings, the data and the parameters.
+
+Ranks that differ would wait for each other, or train with wrong numbers and say nothing.
+"""
+
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from .callbacks import Checkpoint
+from .collectives import exchange_objects
+from .data import TrainSampler, length_or_none
+from .randomness import generator_state, seed_everything, set_generator_state
+from .settings import group_settings
+
+if TYPE_CHECKING:
+    from .handler import Handler
+
+COMPARED = (
+    *("seed", "accumulate", "sync_every", "clip_norm", "precision", "on_nonfinite"),
+    *("epoch", "step", "samples_seen", "steps_per_epoch"),
+)
+TOLERANCE = 1e-6  # of a parameter's norm, relative: GPUs of different models round differently
+DRAWN = 4  # items of a data set that are compared: of two, the labels would often be equal
+DRAWS = 8  # how often two ranks' different items are drawn again, in case they are random
+LONGEST = 100  # characters of a value in an error
+MISSING = "missing"
+
+
+def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, Any]:
+    """Return the settings of a run that all ranks must have in common, by name."""
+    own: dict[str, Any] = {name: getattr(handler, name) for name in COMPARED}
+    own |= {"epochs": epochs, "max_steps": max_steps, "run_dir": str(handler.run_dir)}
+    for name in ("optimizer", "scheduler", "loss_fn"):
+        part = getattr(handler, name)
+        own[name] = getattr(part, "__qualname__", type(part).__name__)
+    own |= {"metrics": list(handler.metrics), "count": handler.count is not None}
+    own["scheduler_unit"] = handler.scheduler_unit
+    for number, group in enumerate(group_settings(handler.optimizer)):
+        for name, value in group.items():
+            plain = value.item() if isinstance(value, Tensor) else value
+            if isinstance(plain, int | float | str | tuple | None):
+                own[f"{name} of the optimizer's group {number}"] = plain
+    savers = [callback for callback in handler.callbacks if isinstance(callback, Checkpoint)]
+    own["Checkpoint"] = [(str(c.folder), c.every_epochs, c.every_steps, c.monitor) for c in savers]
+    for name, loader in (("training", handler.train_loader), ("validation", handler.val_loader)):
+        own[f"{name} data"] = type(loader).__name__
+        own[f"number of {name} items"] = length_or_none(getattr(loader, "dataset", None))
+        own[f"{name} batch size"] = getattr(loader, "batch_size", None)
+    return own | {"number of steps left in the epoch": handler.steps_left}
+
+
+def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch.device) -> None:
+    """Raise ValueError on all ranks if they differ in a setting or in their data (collective).
+
+    Args:
+        own: This rank's settings by name.
+        loaders: This rank's loaders by name; some of their items must be the same.
+        device: This rank's device.
+    """
+    items = {f"{name} items": items_of(loader, device) for name, loader in loaders.items()}
+    every = exchange_objects({**own, **items})
+    for name in dict.fromkeys(name for each in every for name in each):
+        values = [each.get(name, MISSING) for each in every]
+        if all(value == values[0] for value in values):
+            continue
+        if name in items and MISSING not in values:
+            loader = loaders[name.removesuffix(" items")]
+            again = all(items_of(loader, device) == items[name] for _ in range(DRAWS))
+            if not all(exchange_objects(again)):
+                continue  # the items are random
+        ranks: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks.setdefault(str(value), []).append(rank)
+        text = "; ".join(f"{v:.{LONGEST}} on rank {str(r)[1:-1]:.40}" for v, r in ranks.items())
+        raise ValueError(f"all ranks must have the same {name}, but it is {text:.600}")
+
+
+def check_replicas(model: nn.Module, distributed: bool) -> None:
+    """Raise on all ranks if a parameter is not finite, or differs between ranks (collective).
+
+    Raises:
+        FloatingPointError: If a parameter is not finite: training cannot recover from that.
+        RuntimeError: If it differs.
+    """
+    left_out = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # DDP's own name for it
+    named = {name: p for name, p in model.named_parameters() if name not in left_out}
+    if not named:
+        return
+    norms = torch.stack([_norm(parameter.detach()) for parameter in named.values()])
+    norms = norms.nan_to_num(-1, -1, -1)  # not every backend compares nan
+    ends = torch.cat([norms, -norms])
+    if distributed:
+        dist.all_reduce(ends, dist.ReduceOp.MAX)
+    for name, high, low in zip(named, *ends.view(2, -1).tolist(), strict=True):
+        if low == 1:
+            raise FloatingPointError(
+                f"{name} is not finite: load an earlier checkpoint and lower the learning rate"
+            )
+        if high + low > TOLERANCE * high:
+            raise RuntimeError(
+                f"{name} differs between ranks: its norm is {-low:.9g} to {high:.9g}. Something "
+                "changes weights on each rank by itself, such as a forward pass or a callback "
+                "under no_grad, or a hook on gradients: change them alike on all ranks"
+            )
+
+
+def _norm(value: Tensor) -> Any:
+    real = torch.view_as_real(value) if value.is_complex() else value
+    real = real.float() if real.element_size() == 1 else real  # float8
+    return torch.linalg.vector_norm(real, dtype=torch.float64)
+
+
+def items_of(loader: DataLoader[Any] | None, device: torch.device) -> str:
+    """Return what identifies some items of a loader's data set, the first and the last among them.
+
+    They are drawn through the loader's own settings, in a worker if it has any, so that no file is
+    opened before a fork. All ranks draw with the same seed. With a sampler of the user's, which may
+    ask for other items, nothing is drawn.
+    """
+    if loader is None or type(loader.sampler) not in (TrainSampler, range):
+        return ""
+    size, workers = len(loader.dataset), min(loader.num_workers, 1)  # type: ignore[arg-type]
+    names = ("worker_init_fn", "timeout", "multiprocessing_context") if workers else ()
+    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
+    options |= {"num_workers": workers, "generator": torch.Generator().manual_seed(0)}
+    state = generator_state(device)
+    seed_everything(0)
+    try:
+        which = [part * (size - 1) // (DRAWN - 1) for part in range(DRAWN)] if size else []
+        drawn = "".join(
+            DataLoader(loader.dataset, batch_sampler=[which], collate_fn=_described, **options)
+        )
+    finally:
+        set_generator_state(state, device)
+    return drawn if len(drawn) <= LONGEST else f"{drawn[:LONGEST]}... {zlib.crc32(drawn.encode())}"
+
+
+def _described(value: Any) -> str:
+    """Return a text for `value`, which is the same for equal data in every process."""
+    if isinstance(value, Mapping):
+        return ", ".join(sorted(f"{name}: {_described(part)}" for name, part in value.items()))
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_described, value))})"
+    if isinstance(value, str | int | None):
+        return repr(value)
+    with suppress(Exception):  # objects of the user's: anything may happen
+        if isinstance(value, Tensor | np.ndarray | float):
+            numbers = torch.as_tensor(value).detach().cpu()
+            if numbers.is_floating_point():  # its last bits may depend on the processor
+                numbers = numbers.double().abs()
+                return f"{[*numbers.shape]} {numbers.sum():.4g} {numbers.norm():.4g}"
+            whole = zlib.crc32(numbers.numpy().tobytes())
+            return f"{numbers.item()}" if numbers.numel() == 1 else f"{[*numbers.shape]} {whole}"
+        if hasattr(value, "to_dict"):  # PyTorch Geometric
+            return _described(value.to_dict())
+        if hasattr(value, "tobytes"):  # an image
+            return f"{type(value).__name__} {zlib.crc32(value.tobytes())}"
+    return type(value).__name__  # not pickle: equal objects may have different pickles

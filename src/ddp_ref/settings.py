@@ -1,0 +1,216 @@
+"""The settings of a Handler: what is wrong with one is a line before anything is done with it."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from .collectives import exchange_objects
+from .initialize import DistInfo, initialize_ddp, resolve_device
+from .metrics import accumulates
+from .model import use_device
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+SET_BY_SCHEDULER = {"lr", "initial_lr"}  # what a scheduler sets in the optimizer's groups
+OTHER_RANKS = (
+    "by {0} ranks, and {1} ranks take another number of steps per epoch: a scheduler that counts "
+    "steps now ends at another epoch: plan it again, or use {0} ranks"
+)
+CHANGE_LR = "after the load, multiply each group's lr and the scheduler's base_lrs by one factor"
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise ValueError unless `value` is an integer of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+
+
+def check_numbers(accumulate: int, sync_every: int, clip_norm: float | None) -> None:
+    """Raise ValueError unless each setting is a number in its range."""
+    check_count("accumulate", accumulate)
+    check_count("sync_every", sync_every)
+    known = isinstance(clip_norm, int | float) and clip_norm > 0
+    if clip_norm is not None and not known:
+        raise ValueError(f"clip_norm must be a number above 0, or None, not {clip_norm!r}")
+
+
+def check_choices(precision: str, on_nonfinite: str, accumulated: Mapping[str, Any]) -> None:
+    """Raise ValueError unless each setting is one of its possible values.
+
+    Args:
+        precision: The name of the forward pass's precision.
+        on_nonfinite: What to do with a loss or a gradient that is not finite.
+        accumulated: The options of DDP if several batches make up a step.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f'precision must be "fp32", "bf16" or "fp16", not {precision!r}')
+    if on_nonfinite not in ("raise", "skip"):
+        raise ValueError(f'on_nonfinite must be "raise" or "skip", not {on_nonfinite!r}')
+    if accumulated.get("static_graph"):
+        raise ValueError(
+            "static_graph does not work with accumulate above 1: leave out one of the two"
+        )
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise TypeError or ValueError unless `optimizer` is one that Handler can use with `model`."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be one torch.optim.Optimizer, not a {type(optimizer).__name__}: with "
+            "several optimizers, as for a GAN, write your own loop with wrap_model and train_loader"
+        )
+    if "closure" in _needed_arguments(type(optimizer).step):  # as LBFGS
+        raise ValueError(
+            f"{type(optimizer).__name__}.step() needs a closure, which runs the model again: use "
+            "another optimizer, or write your own loop"
+        )
+    own = {id(parameter) for parameter in model.parameters()}
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if others := sum(id(parameter) not in own for parameter in given):
+        raise ValueError(
+            f"{others} of the optimizer's {len(given)} parameters are not the model's, so they "
+            "are neither averaged nor saved: make everything that is trained a part of the model"
+        )
+
+
+def check_functions(loss_fn: Any, metrics: Any, callbacks: Any) -> None:
+    """Raise TypeError or ValueError unless these are of the right kind, objects and not classes."""
+    if isinstance(loss_fn, type) or not callable(loss_fn):
+        raise TypeError(
+            "loss_fn must be a function or an object, such as nn.CrossEntropyLoss(), not "
+            f"{loss_fn!r:.60}"
+        )
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of functions by name, not {metrics!r:.60}")
+    if "loss" in metrics:
+        raise ValueError('a metric cannot be named "loss": choose another name')
+    for name, metric in metrics.items():
+        owner = getattr(inspect.unwrap(metric) if callable(metric) else None, "__self__", None)
+        known = callable(metric) or accumulates(metric)
+        if isinstance(metric, type) or accumulates(owner) or not known:
+            raise ValueError(
+                f"metric {name!r} is {metric!r:.60}: pass a function of outputs and targets, or a "
+                "metric object with update, compute and reset"
+            )
+    if not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks must be a list, not {callbacks!r:.60}")
+    for callback in callbacks:
+        if isinstance(callback, type) or not hasattr(callback, "on_train_start"):
+            raise TypeError(
+                f"a callback must be an object of a Callback class, not {callback!r:.60}"
+            )
+        if hasattr(callback, "handler"):
+            raise ValueError(
+                f"{callback!r:.60} belongs to another Handler already: create one for each"
+            )
+
+
+def scheduler_and_unit(scheduler: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, str | None]:
+    """Return the scheduler and when it steps: "step", "epoch" or what a plateau watches."""
+    if scheduler is None:
+        return None, None
+    pair = scheduler if isinstance(scheduler, tuple) else (scheduler, "epoch")
+    step = getattr(pair[0], "step", None)
+    plateau = isinstance(pair[0], ReduceLROnPlateau)
+    units = isinstance(pair[-1], str) and (plateau or pair[-1] in ("step", "epoch"))
+    if len(pair) != 2 or not units or not callable(step) or isinstance(pair[0], type):
+        raise ValueError(
+            f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r:.100}'
+        )
+    if getattr(pair[0], "optimizer", optimizer) is not optimizer:
+        raise ValueError("the scheduler is another optimizer's: create it with this one")
+    if plateau:
+        if pair[1] == "step":
+            raise ValueError('ReduceLROnPlateau needs the loss of an epoch: pass it without "step"')
+        if pair[0].mode == "max" and pair[1] == "epoch":
+            raise ValueError(
+                'ReduceLROnPlateau(mode="max") would get a loss: pass (scheduler, "val_accuracy") '
+                "or another name of the history"
+            )
+    elif needed := _needed_arguments(step):  # as those of timm
+        raise ValueError(f"{type(pair[0]).__name__}.step() needs {needed}: step it in a Callback")
+    return pair
+
+
+def _needed_arguments(function: Callable[..., Any]) -> str:
+    """Return the names of the arguments without which `function` cannot be called."""
+    parameters = inspect.signature(function).parameters.values()
+    given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return ", ".join(p.name for p in given if p.default is p.empty)
+
+
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group, such as its learning rate."""
+    groups = optimizer.param_groups
+    # Copies, because a learning rate may be a tensor, which a scheduler changes.
+    return [{n: deepcopy(v) for n, v in group.items() if n != "params"} for group in groups]
+
+
+def check_keep(keep: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+    """Raise ValueError unless `keep` is a list of settings that can stay when a run is loaded."""
+    names = {name for group in optimizer.param_groups for name in group} - {"params"}
+    if isinstance(keep, str) or not names >= {*keep}:
+        raise ValueError(f"keep must be a list of {', '.join(sorted(names))}, not {keep!r}")
+    if scheduler and not SET_BY_SCHEDULER.isdisjoint(keep):
+        raise ValueError(f"keep has lr, but the scheduler sets it: {CHANGE_LR}")
+
+
+def changes(
+    started: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
+    keep: Sequence[str],
+    scheduler: Any,
+) -> list[str]:
+    """Return a line per parameter group whose settings a checkpoint replaces.
+
+    Args:
+        started: The settings of each group when this run started.
+        saved: Those of the run that was saved, when it started.
+        keep: The settings that stay.
+        scheduler: The scheduler, which sets the learning rate; None for none.
+    """
+    lines = []
+    for own, theirs in zip(started, saved, strict=False):
+        changed = [n for n in own if n not in keep and own[n] != theirs.get(n)]
+        before = ", ".join(f"{name}={theirs.get(name)}" for name in changed)
+        now = ", ".join(f"{name}={own[name]}" for name in changed)
+        free = [n for n in changed if not (scheduler and n in SET_BY_SCHEDULER)]
+        if changed:
+            advice = f"pass keep={free} to keep yours" if free else CHANGE_LR
+            lines.append(f"with {before}, which replaces {now}: {advice}")
+    return lines
+
+
+def join(
+    device: torch.device | str | None, precision: str, use_distributed: bool | None
+) -> tuple[DistInfo, torch.device]:
+    """Open the group of this launch; return what it is, and the device to train on.
+
+    Raises:
+        ValueError: On all ranks, if a rank cannot use its device.
+    """
+    wanted = None if device is None else resolve_device(device, stacklevel=4)
+    backend = "gloo" if wanted and wanted.type == "cpu" else None
+    info = initialize_ddp(backend=backend, use_distributed=use_distributed)
+    if wanted is None or wanted == torch.device(info.device.type):
+        wanted = info.device  # "cuda" means the rank's own GPU
+    cuda, problem = wanted.type == "cuda", ""
+    if info.distributed and wanted != info.device:
+        problem = (
+            f"device={wanted}, but rank {info.rank} of the open group uses {info.device}: leave "
+            "out device, or call cleanup_ddp first"
+        )
+    elif precision == "fp16" and not cuda:
+        problem = f'precision="fp16" needs a CUDA device, not {wanted}: use "bf16"'
+    elif precision == "bf16" and cuda and not torch.cuda.is_bf16_supported(False):
+        problem = f'{wanted} has no bfloat16 in hardware: use precision="fp16" or "fp32"'
+    # A rank that raised alone would leave the others waiting: a fixed "cuda:0" is right on rank 0.
+    for text in exchange_objects(problem) if info.distributed else [problem]:
+        if text:
+            raise ValueError(text)
+    use_device(wanted)
+    return info, wanted

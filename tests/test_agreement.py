@@ -1,0 +1,232 @@
+"""Ranks that differ are one error on all of them, before the first step or at the epoch's end."""
+
+import os
+import random
+import signal
+from contextlib import suppress
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+from rank_checks import raised
+from torch import nn
+from torch.utils.data import Dataset, Subset
+from training_job import Points, accuracy, flat, job, network
+
+from ddp_ref import Callback, Checkpoint, initialize_ddp, run_ranks
+
+LIMIT = timedelta(minutes=4)
+
+
+def differing(rank):
+    """Yield the name of each setting in which two ranks differ, a Handler and how to train it."""
+    step = torch.optim.lr_scheduler.StepLR
+    options = {
+        "seed": {"seed": rank},
+        "accumulate": {"accumulate": 1 + rank},
+        "sync_every": {"sync_every": 5 + rank},
+        "clip_norm": {"clip_norm": (None, 1.0)[rank]},
+        "precision": {"precision": ("fp32", "bf16")[rank]},
+        "on_nonfinite": {"on_nonfinite": ("raise", "skip")[rank]},
+        "lr of the optimizer's group 0": {"lr": (0.1, 0.2)[rank]},
+        "metrics": {"metrics": {("a", "b")[rank]: accuracy}},
+        "scheduler": {"scheduler": (None, lambda o: step(o, 1))[rank]},
+        "scheduler_unit": {"scheduler": lambda o: (step(o, 1), ("epoch", "step")[rank])},
+        "count": {"count": (None, len)[rank]},
+        "run_dir": {"run_dir": f"folder{rank}"},
+        "Checkpoint": {"callbacks": [Checkpoint("folder", every_steps=2 + rank)]},
+        "number of training items": {"size": 20 + rank},
+    }
+    for name, own in options.items():
+        yield name, job(**own), (2,)
+    yield "epochs", job(), (2 + rank,)
+    yield "max_steps", job(), (2, 3 + rank)
+    handler = job()
+    handler.loss_fn = (nn.functional.cross_entropy, nn.CrossEntropyLoss())[rank]
+    yield "loss_fn", handler, (2,)
+    handler = job()
+    handler.optimizer = (torch.optim.SGD, torch.optim.Adam)[rank](handler.module.parameters(), 0.1)
+    yield "optimizer", handler, (2,)
+    handler = job()
+    if rank == 0:  # as under `if rank == 0:`
+        handler.set_val_loader(Points(9), 3)
+    yield "validation data", handler, (2,)
+    handler = job()
+    handler.set_train_loader(Subset(Points(20), range(rank, 20, 2)), 3)  # split by the script
+    yield "training items", handler, (2,)
+    names = [["cat", "dog"], ["dog", "cat"]][rank]  # as from list(set(names))
+    handler = job()
+    handler.set_train_loader([(torch.ones(4), names.index("dog"))] * 8, 2)
+    yield "training items", handler, (2,)
+    handler = job()
+    handler.set_val_loader([(torch.ones(4), names.index("dog"))] * 8, 2, num_workers=1)
+    yield "validation items", handler, (2,)
+
+
+def test_ranks_that_differ_are_one_error_that_names_the_setting_and_the_ranks(
+    tmp_path, monkeypatch
+):
+    def work():
+        rank, names = initialize_ddp(backend="gloo").rank, []
+        for name, handler, arguments in differing(rank):
+            error = str(raised(ValueError, handler.train, *arguments))
+            assert error.startswith(f"all ranks must have the same {name}, but it is "), error
+            assert " on rank 0; " in error and error.endswith(" on rank 1"), error
+            assert "\n" not in error and handler.step == 0
+            names.append(name)
+        return names
+
+    monkeypatch.chdir(tmp_path)
+    one, other = run_ranks(work, nproc=2, timeout=LIMIT)
+    assert one == other and len(one) == 22
+
+
+class Flips(Dataset):
+    """Each item is one of two images, drawn by a generator that the ranks do not share."""
+
+    def __init__(self):
+        self.own = np.random.default_rng()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        image = torch.arange(4.0)
+        image = image if self.own.random() < 0.5 else 2 * image
+        return image + random.random() + torch.rand(4), index % 2
+
+
+def test_random_items_and_texts_that_differ_by_chance_are_no_error():
+    def states():
+        return random.getstate(), torch.get_rng_state().tolist()
+
+    def work():
+        for _ in range(6):  # the first draws of some are equal, those of others are not
+            handler = job()
+            handler.set_train_loader(Flips(), 2)
+            handler.set_val_loader(Flips(), 2)
+            before = states()
+            handler.train(0)
+            assert states() == before
+
+    run_ranks(work, nproc=2, timeout=LIMIT)
+
+
+def test_items_are_drawn_once_per_loader_and_in_a_worker_if_there_are_any():
+    class Counts(Points):
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            assert (torch.utils.data.get_worker_info() is None) == (workers == 0)
+            return super().__getitem__(index)
+
+    for workers in (0, 1):
+
+        def work(workers=workers):
+            data = Counts(20)
+            handler = job()
+            handler.set_train_loader(data, 5, num_workers=workers)
+            handler.train(0)
+            handler.train(0)
+            return data.reads
+
+        assert run_ranks(work, nproc=2, timeout=LIMIT) == [0 if workers else 4] * 2
+
+
+class Normalized(nn.Module):
+    """Sets its parameters from the first batch that it sees, as ActNorm does."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.layer = network()
+        self.ready = False
+
+    def forward(self, inputs):
+        if self.training and not self.ready:
+            with torch.no_grad():
+                self.shift.copy_(-inputs.mean(0))
+            self.ready = True
+        return self.layer(inputs + self.shift)
+
+
+class Drifts(Callback):
+    """Change a weight on the last rank alone, in the third step."""
+
+    def on_step_end(self):
+        if self.handler.step == 3 and self.handler.rank == 1:
+            with torch.no_grad():
+                self.handler.module[3].bias += 0.5
+
+
+def test_parameters_that_drift_are_an_error_at_the_epochs_end_and_before_a_save(tmp_path):
+    def work():
+        text = "shift differs between ranks: its norm is .* Something changes weights on each rank"
+        with pytest.raises(RuntimeError, match=text):
+            job(model=Normalized()).train(1)
+        handler = job(callbacks=[Drifts(), Checkpoint(tmp_path / "epochs")])
+        with pytest.raises(RuntimeError, match=r"3\.bias differs between ranks"):
+            handler.train(2)
+        assert handler.epoch == 0
+        with pytest.raises(RuntimeError, match=r"3\.bias differs"):
+            handler.save(tmp_path / "a.pt")
+        return handler.val_losses
+
+    run_ranks(work, nproc=2, timeout=LIMIT)
+    assert not (tmp_path / "a.pt").exists() and not [*(tmp_path / "epochs").iterdir()]
+
+
+def test_a_signal_saves_before_drift_is_an_error(tmp_path):
+    class Signals(Callback):
+        def on_step_end(self):
+            if self.handler.step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def work():
+        options = {"callbacks": [Drifts(), Signals()], "sync_every": 1, "run_dir": tmp_path}
+        with pytest.raises(RuntimeError, match=r"3\.bias differs between ranks"):
+            job(40, **options).train(1)
+
+    run_ranks(work, nproc=2, timeout=LIMIT)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step_000000004.pt"]
+
+
+class Slow(Points):
+    """Validation data; rank 1 gets a signal while it reads the fourth item."""
+
+    def __getitem__(self, index):
+        if self.rank == 1 and index == 3 * 2 + 1 and not self.signalled:
+            self.signalled = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.reads.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("sync_every", [2, 50])
+def test_a_signal_in_validation_saves_between_two_batches_and_the_epoch_goes_on(
+    sync_every, tmp_path
+):
+    """A rank without a signal learns of it after at most `sync_every` batches."""
+
+    def run(folder, signalled):
+        rank = initialize_ddp(backend="gloo").rank
+        data = Slow(40, noise=0.5)
+        data.rank, data.signalled, data.reads = rank, signalled, []
+        handler = job(12, 3, model=network(dropout=0.3), run_dir=folder, sync_every=sync_every)
+        handler.set_val_loader(data, 1)
+        handler.load(folder)
+        data.reads.clear()
+        with suppress(SystemExit):
+            handler.train(2)
+        return handler.step, handler.epoch, len(data.reads), flat(handler.model), handler.history
+
+    whole, _ = run_ranks(run, tmp_path / "whole", True, nproc=2, timeout=LIMIT)
+    first, second = run_ranks(run, tmp_path / "stopped", False, nproc=2, timeout=LIMIT)
+    assert first[:2] == second[:2] == (2, 0)
+    assert (tmp_path / "stopped" / "step_000000002.pt").exists()
+    # Four items are read once more, to compare them.
+    assert second[2] == 4 + 4 and first[2] == 4 + (5 if sync_every == 2 else 20)
+    resumed, _ = run_ranks(run, tmp_path / "stopped", True, nproc=2, timeout=LIMIT)
+    assert torch.equal(resumed[3], whole[3]) and resumed[4] == whole[4]
