@@ -165,8 +165,8 @@ scheduler-step-forgotten
 stream-from-the-start
     A stream starts again in every epoch.
     handler.py | tests/test_adoption.py -k test_in_one_process
-    - self._stream = self._stream or endless(loader)
-    + self._stream = endless(loader)
+    - self._stream = self._stream or loading.endless(loader)
+    + self._stream = loading.endless(loader)
 metric-object-not-reset
     A metric object still has the samples of the last validation.
     metrics.py | tests/test_adoption.py -k test_in_one_process
