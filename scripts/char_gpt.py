@@ -180,18 +180,15 @@ def pick_precision(device):
 
 
 class Report(Callback):
-    """Print the validation loss after each epoch, and a short text that the model generates."""
+    """Log, after each epoch, the bits per character and a short text that the model writes."""
 
     def __init__(self, prompt):
         self.prompt = prompt
 
     def on_epoch_end(self):
         text = self.handler.sample(self.prompt, 50)  # collective: never under `if rank == 0`
-        if self.handler.rank == 0:
-            loss = self.handler.val_losses[-1]
-            bits = loss / math.log(2)
-            report = f"validation loss {loss:.3f} nats per character ({bits:.3f} bits)"
-            print(f"epoch {self.handler.epoch} | {report} | {text!r}", flush=True)
+        bits = self.handler.val_losses[-1] / math.log(2)
+        self.handler.log(f"{bits:.3f} bits per character | {text!r}")
 
 
 def score(handler, ids, block_size):

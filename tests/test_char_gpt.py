@@ -22,7 +22,7 @@ BLOCK = next(n for n in range(64, 1, -1) if len(DEFINED.windows(TRAINED_ON, n)) 
 SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", str(BLOCK)]
 JOB = [*SMALL, "--epochs", "3", "--lr", "0.02", "--length", "40"]
 TWO = [*JOB, "--batch-size", "32"]  # on each of two ranks
-EPOCH = re.compile(r"epoch (\d+) \| validation loss ([\d.]+) nats per character \(([\d.]+) bits\)")
+EPOCH = re.compile(r"epoch (\d+) \| train_loss [\d.]+ \| val_loss ([\d.]+)\n([\d.]+) bits")
 
 
 @pytest.fixture
