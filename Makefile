@@ -29,7 +29,7 @@ CLUSTER_CONF := /run/local-cluster-$${LOCAL_CLUSTER:-ddp}/slurm.conf
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 
 # Of src/ddp_ref; the other tests are about the scripts, the notebooks and the pages.
-PACKAGE := adoption callbacks checkpoint collectives configuration copy data faults \
+PACKAGE := adoption agreement callbacks checkpoint collectives configuration copy data faults \
 	handler initialize launch on_rank parallel_execution run_folder run_ranks train_from_yaml trainer
 PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
 

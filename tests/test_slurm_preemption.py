@@ -8,6 +8,7 @@ from slurm_cluster import (
     END_OF_HEAD,
     Cluster,
     Job,
+    assert_close,
     assert_same,
     edited,
     project_folder,
@@ -31,7 +32,10 @@ def with_settings(folder, template, *settings, epochs=EPOCHS):
 
 
 def check_resumes(job, folder, ranks, saved=None, starts=2):
-    """Check that the job resumes in mid-training, and ends with an uninterrupted run's weights."""
+    """Check that the job resumes in mid-training, and ends with an uninterrupted run's weights.
+
+    They are the same bit for bit on two ranks, and up to rounding on more.
+    """
     fields = job.wait_until("COMPLETED", "FAILED")
     assert (fields["ExitCode"], fields["Restarts"]) == ("0:0", str(starts - 1)), job.text()
     start = r"ddp_ref.handler: (no checkpoint|loaded \S+\.pt: epoch \d+, step \d+)"
@@ -39,7 +43,8 @@ def check_resumes(job, folder, ranks, saved=None, starts=2):
     assert len(resumed) == starts and resumed[0] == "no checkpoint", resumed
     if saved is not None:
         assert resumed[-1].endswith(f"step {saved}"), (resumed, saved)
-    assert_same(weights(folder), trained_here("train_from_yaml", EPOCHS, nproc=ranks))
+    compare = assert_same if ranks == 2 else assert_close
+    compare(weights(folder), trained_here("train_from_yaml", EPOCHS, nproc=ranks))
 
 
 def saved_at(job):
