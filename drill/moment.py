@@ -18,7 +18,7 @@ STEPS_TAKEN = Path("steps")  # has a byte for each step that the rank has taken
 PLACES: dict[str, tuple[Any, str]] = {
     "load": (Handler, "load"),
     "step": (Handler, "_run_step"),
-    "validation": (Handler, "validate"),
+    "validation": (Handler, "_evaluate"),
     "epoch's end": (Checkpoint, "on_epoch_end"),
     "save": (handler, "gather_objects"),
 }
