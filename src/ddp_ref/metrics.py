@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -48,14 +47,12 @@ class Sums:
 
 def number(name: str, value: Any) -> Any:
     """Return `value` as a 0-dimensional tensor or a float; raise ValueError if it is no number."""
-    if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return value.detach().reshape(())
-    else:
-        with suppress(TypeError, ValueError):
-            return float(value)
-    what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    raise ValueError(f"{name} must be one number, such as a mean, not {what}")
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # torch's, for several elements
+        raise ValueError(f"{name} must be one number: {error}") from error
 
 
 def count_of(batch: Any, items: int | None, count: Callable[[Any], Any] | None) -> float:
@@ -73,13 +70,9 @@ def count_of(batch: Any, items: int | None, count: Callable[[Any], Any] | None) 
                 f"a batch of {items} items looks like {samples} samples: pass count= to Handler"
             )
         return samples
-    value = count(batch)
-    try:
-        counted = float(value)
-    except (TypeError, ValueError, RuntimeError):  # such as a tensor with several elements
-        counted = -1
+    counted = float(number("count(batch)", count(batch)))
     if not 0 <= counted < math.inf:
-        raise ValueError(f"count(batch) must be a number of at least 0, not {value!r:.60}")
+        raise ValueError(f"count(batch) must be at least 0 and finite, not {counted}")
     return counted
 
 
