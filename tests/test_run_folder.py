@@ -4,13 +4,14 @@ import csv
 import math
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from training_job import Points, job
 
 from ddp_ref import Checkpoint, LearningRateMonitor, run_ranks
-from ddp_ref.callbacks import write_history
+from ddp_ref.callbacks import HistoryFile
 from ddp_ref.figures import _figure
 
 LIMIT = timedelta(minutes=4)
@@ -84,8 +85,10 @@ def test_a_figure_needs_matplotlib_an_epoch_and_metrics(tmp_path, monkeypatch):
 
 def test_a_list_that_began_late_belongs_to_the_last_epochs(tmp_path):
     history = {"train_loss": [4.0, 3.0, 2.0, 1.0], "val_loss": [math.nan, 5.0, 4.0]}
-    write_history(history, tmp_path / "a.csv")
-    assert [row["val_loss"] for row in rows(tmp_path / "a.csv")] == ["", "nan", "5.0", "4.0"]
+    writer = HistoryFile(tmp_path)
+    writer.handler = SimpleNamespace(rank=0, history=history)
+    writer.on_epoch_end()
+    assert [row["val_loss"] for row in rows(tmp_path / "history.csv")] == ["", "nan", "5.0", "4.0"]
     (axes,) = _figure(history, ["loss"]).axes
     drawn = {line.get_label(): [list(axis) for axis in line.get_data()] for line in axes.lines}
     expected = {

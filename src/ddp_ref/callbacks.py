@@ -3,7 +3,7 @@
 import csv
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,14 +188,23 @@ class Checkpoint(Callback):
 
 
 class HistoryFile(Callback):
-    """Write `handler.history` to history.csv after each epoch; lists that began late come last."""
+    """Write history.csv after each epoch: a row per epoch and a column per list of the history."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / "history.csv"
 
     def on_epoch_end(self) -> None:
-        if self.handler.rank == 0:
-            write_history(self.handler.history, self.path)
+        if self.handler.rank:
+            return
+        history = self.handler.history
+        last = max(map(len, history.values()))
+        # A short list began late.
+        columns = [[""] * (last - len(values)) + [*values] for values in history.values()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["epoch", *history])
+            writer.writerows(zip(range(1, last + 1), *columns, strict=True))
 
 
 class ProgressBar(Callback):
@@ -226,22 +235,6 @@ class ProgressBar(Callback):
             self._bar = None
 
     on_train_end = on_validation_start = on_epoch_end
-
-
-def write_history(history: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Write one row per epoch and one column per list of `history`; short lists start later.
-
-    A reader never sees half of the file.
-    """
-    last = max(map(len, history.values()), default=0)
-    columns = [[""] * (last - len(values)) + [*values] for values in history.values()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["epoch", *history])
-        writer.writerows(zip(range(1, last + 1), *columns, strict=True))
-    temporary.replace(path)
 
 
 def ordered(callbacks: Sequence[Callback], run_dir: str | Path | None) -> list[Callback]:
