@@ -176,19 +176,17 @@ def test_the_best_checkpoint_is_written_before_the_steps(tmp_path):
 
 
 def test_the_progress_bar_counts_the_steps_of_each_epoch(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)  # an import would fail
-    with pytest.warns(UserWarning, match="no progress bar without tqdm: pip install tqdm"):
-        job(12, 2, callbacks=[ProgressBar()]).train(1)
-    bars = [Mock(), Mock()]
-    tqdm = Mock(side_effect=bars)
+    none, *bars = Mock(), Mock(), Mock()
+    tqdm = Mock(side_effect=[none, *bars])
     monkeypatch.setitem(sys.modules, "tqdm", Mock(tqdm=tqdm))
     job(9, 2, accumulate=2, sync_every=1, callbacks=[ProgressBar()]).train(2)
     assert [call.kwargs for call in tqdm.call_args_list] == [
-        {"desc": "epoch 1", "total": 3},
-        {"desc": "epoch 2", "total": 3},
+        {"disable": True},
+        {"desc": "epoch 1", "total": 3, "disable": False},
+        {"desc": "epoch 2", "total": 3, "disable": False},
     ]
     for bar in bars:
         assert bar.update.call_count == 3
-        bar.close.assert_called_once_with()
+        bar.close.assert_called_with()
         (values,) = bar.set_postfix.call_args.args
         assert values.keys() == {"loss", "accuracy"} and all(map(math.isfinite, values.values()))

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .checkpoint import NAME, numbered, step_of
 from .settings import check_count
@@ -208,33 +208,26 @@ class HistoryFile(Callback):
 
 
 class ProgressBar(Callback):
-    """Show a progress bar per epoch on rank 0's standard error. Without tqdm, warn instead."""
+    """Show a progress bar per epoch on rank 0's standard error, with tqdm."""
 
-    _bar: Any = None
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        self._make, self._bar = tqdm, tqdm(disable=True)
 
     def on_epoch_start(self) -> None:
-        self.on_epoch_end()
-        if self.handler.rank:
-            return
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            warnings.warn("no progress bar without tqdm: pip install tqdm", stacklevel=2)
-            return
-        self._bar = tqdm(desc=f"epoch {self.handler.epoch + 1}", total=self.handler.steps_left)
+        title, elsewhere = f"epoch {self.handler.epoch + 1}", self.handler.rank > 0
+        self._bar = self._make(desc=title, total=self.handler.steps_left, disable=elsewhere)
 
     def on_step_end(self) -> None:
-        if self._bar is not None:  # a bar without a length is falsy
-            self._bar.set_postfix(self.handler.running, refresh=False)
-            self._bar.update()
+        self._bar.set_postfix(self.handler.running, refresh=False)
+        self._bar.update()
 
-    def on_epoch_end(self) -> None:
+    def on_validation_start(self) -> None:
         """Close the bar, so that the next output starts on a line of its own."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        self._bar.close()
 
-    on_train_end = on_validation_start = on_epoch_end
+    on_train_end = on_validation_start
 
 
 def ordered(callbacks: Sequence[Callback], run_dir: str | Path | None) -> list[Callback]:
