@@ -120,7 +120,7 @@ def test_a_monitor_that_nothing_records_is_an_error_before_the_first_step(tmp_pa
     for make in (EarlyStopping, lambda name: Checkpoint(tmp_path, monitor=name)):
         for name in ("val_loss", "train_los"):
             handler = job(12, 4, callbacks=[make(name), LearningRateMonitor()])
-            text = f"nothing records '{name}': use one of lr, train_acc.*, or name it in `records`"
+            text = f"nothing records '{name}': use one of train_acc.*, or name it in `records`"
             with pytest.raises(ValueError, match=text) as error:
                 handler.train(2)
             assert handler.step == 0 and "\n" not in str(error.value)

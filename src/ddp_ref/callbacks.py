@@ -97,14 +97,9 @@ class LearningRateMonitor(Callback):
     ended before the handler had this callback get NaN.
     """
 
-    @property
-    def records(self) -> Sequence[str]:  # type: ignore[override]
-        groups = range(len(self.handler.optimizer.param_groups))
-        return [f"lr_{number}" if number else "lr" for number in groups]
-
     def on_epoch_start(self) -> None:
-        for name, group in zip(self.records, self.handler.optimizer.param_groups, strict=True):
-            rates = self.handler.history.setdefault(name, [])
+        for number, group in enumerate(self.handler.optimizer.param_groups):
+            rates = self.handler.history.setdefault(f"lr_{number}" if number else "lr", [])
             rates += [math.nan] * (self.handler.epoch - len(rates))
             if len(rates) == self.handler.epoch:  # a resumed epoch has its value already
                 rates.append(float(group["lr"]))
