@@ -2,7 +2,6 @@
 
 import csv
 import math
-import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -66,7 +65,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_before_any_training(tmp_pat
     assert handler.step == 0
 
 
-def test_a_figure_needs_matplotlib_an_epoch_and_metrics(tmp_path, monkeypatch):
+def test_a_figure_needs_an_epoch_and_metrics(tmp_path):
     """The suffix of its name sets its format."""
     handler = job(12, 2, metrics={})
     with pytest.raises(ValueError, match="nothing to plot before the first epoch"):
@@ -76,11 +75,6 @@ def test_a_figure_needs_matplotlib_an_epoch_and_metrics(tmp_path, monkeypatch):
     assert "<svg" in (tmp_path / "new" / "a.svg").read_text()
     with pytest.raises(ValueError, match="no metrics to plot"):
         handler.plot_metrics(tmp_path / "b.png")
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match="figures need matplotlib: pip install matplotlib"):
-        handler.plot_losses(tmp_path / "c.png")
 
 
 def test_a_list_that_began_late_belongs_to_the_last_epochs(tmp_path):

@@ -42,10 +42,8 @@ def _figure(history: History, names: Sequence[str]) -> Any:
         raise ValueError("there are no metrics to plot: give Handler metrics={name: function}")
     if not (last := len(history.get("train_loss", []))):
         raise ValueError("nothing to plot before the first epoch has ended: call train first")
-    try:
-        from matplotlib.figure import Figure  # not pyplot, which would keep every figure open
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure  # not pyplot, which would keep every figure open
+
     figure = Figure(figsize=(WIDTH, HEIGHT * len(names)), layout="constrained")
     panels = figure.subplots(len(names), sharex=True, squeeze=False)[:, 0]
     for axes, name in zip(panels, names, strict=True):
