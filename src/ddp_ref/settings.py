@@ -1,7 +1,7 @@
 """The settings of a Handler: what is wrong with one is a line before anything is done with it."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -56,14 +56,10 @@ def check_choices(precision: str, on_nonfinite: str, accumulated: Mapping[str, A
         )
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise TypeError or ValueError unless `optimizer` is one that Handler can use with `model`."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be one torch.optim.Optimizer, not a {type(optimizer).__name__}: with "
-            "several optimizers, as for a GAN, write your own loop with wrap_model and train_loader"
-        )
-    if "closure" in _needed_arguments(type(optimizer).step):  # as LBFGS
+def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError unless `optimizer` trains `model` alone, in steps without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure and closure.default is closure.empty:  # as LBFGS
         raise ValueError(
             f"{type(optimizer).__name__}.step() needs a closure, which runs the model again: use "
             "another optimizer, or write your own loop"
@@ -131,16 +127,7 @@ def scheduler_and_unit(scheduler: Any, optimizer: torch.optim.Optimizer) -> tupl
                 'ReduceLROnPlateau(mode="max") would get a loss: pass (scheduler, "val_accuracy") '
                 "or another name of the history"
             )
-    elif needed := _needed_arguments(step):  # as those of timm
-        raise ValueError(f"{type(pair[0]).__name__}.step() needs {needed}: step it in a Callback")
     return pair
-
-
-def _needed_arguments(function: Callable[..., Any]) -> str:
-    """Return the names of the arguments without which `function` cannot be called."""
-    parameters = inspect.signature(function).parameters.values()
-    given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    return ", ".join(p.name for p in given if p.default is p.empty)
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
