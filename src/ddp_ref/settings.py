@@ -1,7 +1,7 @@
 """The settings of a Handler: what is wrong with one is a line before anything is done with it."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -75,33 +75,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 def check_functions(loss_fn: Any, metrics: Any, callbacks: Any) -> None:
     """Raise TypeError or ValueError unless these are of the right kind, objects and not classes."""
-    if isinstance(loss_fn, type) or not callable(loss_fn):
-        raise TypeError(
-            "loss_fn must be a function or an object, such as nn.CrossEntropyLoss(), not "
-            f"{loss_fn!r:.60}"
-        )
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of functions by name, not {metrics!r:.60}")
     if "loss" in metrics:
         raise ValueError('a metric cannot be named "loss": choose another name')
-    for name, metric in metrics.items():
-        owner = getattr(inspect.unwrap(metric) if callable(metric) else None, "__self__", None)
-        known = callable(metric) or accumulates(metric)
-        if isinstance(metric, type) or accumulates(owner) or not known:
-            raise ValueError(
-                f"metric {name!r} is {metric!r:.60}: pass a function of outputs and targets, or a "
-                "metric object with update, compute and reset"
-            )
-    if not isinstance(callbacks, Iterable):
-        raise TypeError(f"callbacks must be a list, not {callbacks!r:.60}")
-    for callback in callbacks:
-        if isinstance(callback, type) or not hasattr(callback, "on_train_start"):
+    for name, function in {"loss_fn": loss_fn, **metrics}.items():
+        if isinstance(function, type) or not (callable(function) or accumulates(function)):
             raise TypeError(
-                f"a callback must be an object of a Callback class, not {callback!r:.60}"
+                f"{name} must be a function of outputs and targets, or an object such as "
+                f"nn.CrossEntropyLoss(), not {function!r:.60}"
             )
-        if hasattr(callback, "handler"):
-            raise ValueError(
-                f"{callback!r:.60} belongs to another Handler already: create one for each"
+    for callback in callbacks:
+        if isinstance(callback, type) or hasattr(callback, "handler"):
+            raise TypeError(
+                f"callbacks must be objects, new ones for each Handler, not {callback!r:.60}"
             )
 
 
