@@ -260,8 +260,8 @@ saved-though-not-finite
 maximum-of-a-loss
     ReduceLROnPlateau(mode='max') gets the loss.
     settings.py | tests/test_adoption.py -k constructor_gives
-    - if pair[0].mode == "max" and pair[1] == "epoch":
-    + if False:
+    - (unit == "epoch" and inner.mode == "max")
+    + False
 late-list-too-early
     A list of the history that begins late has no NaN for the epochs before it.
     handler.py | tests/test_handler.py tests/test_callbacks.py tests/test_trainer.py

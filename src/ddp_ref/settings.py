@@ -96,25 +96,21 @@ def scheduler_and_unit(scheduler: Any, optimizer: torch.optim.Optimizer) -> tupl
     """Return the scheduler and when it steps: "step", "epoch" or what a plateau watches."""
     if scheduler is None:
         return None, None
-    pair = scheduler if isinstance(scheduler, tuple) else (scheduler, "epoch")
-    step = getattr(pair[0], "step", None)
-    plateau = isinstance(pair[0], ReduceLROnPlateau)
-    units = isinstance(pair[-1], str) and (plateau or pair[-1] in ("step", "epoch"))
-    if len(pair) != 2 or not units or not callable(step) or isinstance(pair[0], type):
+    inner, unit = scheduler if isinstance(scheduler, tuple) else (scheduler, "epoch")
+    plateau = isinstance(inner, ReduceLROnPlateau)
+    known = plateau or unit in ("step", "epoch")
+    if isinstance(inner, type) or not hasattr(inner, "step") or not known:
         raise ValueError(
             f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r:.100}'
         )
-    if getattr(pair[0], "optimizer", optimizer) is not optimizer:
+    if getattr(inner, "optimizer", optimizer) is not optimizer:
         raise ValueError("the scheduler is another optimizer's: create it with this one")
-    if plateau:
-        if pair[1] == "step":
-            raise ValueError('ReduceLROnPlateau needs the loss of an epoch: pass it without "step"')
-        if pair[0].mode == "max" and pair[1] == "epoch":
-            raise ValueError(
-                'ReduceLROnPlateau(mode="max") would get a loss: pass (scheduler, "val_accuracy") '
-                "or another name of the history"
-            )
-    return pair
+    if plateau and (unit == "step" or (unit == "epoch" and inner.mode == "max")):
+        raise ValueError(
+            f"ReduceLROnPlateau cannot use the loss of each {unit} with mode={inner.mode!r}: pass "
+            '(scheduler, "val_accuracy") or another name of the history'
+        )
+    return inner, unit
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
