@@ -196,7 +196,7 @@ def test_new_settings_of_the_optimizer_are_kept_or_a_warning_names_them(tmp_path
     saved.train(1)
     saved.save(tmp_path / "a.pt")
     handler = job(lr=0.01)
-    with pytest.warns(UserWarning, match=r"lr=3\.0, which replaces lr=0\.01: pass keep=\['lr'\]"):
+    with pytest.warns(UserWarning, match=r"has lr=3\.0 instead of 0\.01: pass keep=\['lr'\]"):
         handler.load(tmp_path / "a.pt")
     assert handler.optimizer.param_groups[0]["lr"] == 3.0
     handler = job(lr=0.01)

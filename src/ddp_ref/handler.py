@@ -267,11 +267,14 @@ class Handler:
         checkpoint.check_fits(file, saved, self._must_match())
         checkpoint.check_groups(file, saved, self.optimizer)
         ranks, own = saved["ranks"], settings.group_settings(self.optimizer)
-        changes = settings.changes(self.settings, saved["settings"], keep, self.scheduler)
-        if self.scheduler_unit == "step" and len(ranks) != self.info.world_size:
-            changes.append(settings.OTHER_RANKS.format(len(ranks), self.info.world_size))
-        for change in changes if self.rank == 0 else ():
-            warnings.warn(f"{file} was saved {change}", stacklevel=2)
+        for started, theirs in zip(self.settings, saved["settings"], strict=False):
+            changed = [n for n in started if n not in keep and started[n] != theirs.get(n)]
+            if changed and self.rank == 0:
+                text = ", ".join(f"{n}={theirs.get(n)} instead of {started[n]}" for n in changed)
+                warnings.warn(f"{file} has {text}: pass keep={changed} to keep yours", stacklevel=2)
+        if self.scheduler_unit == "step" and len(ranks) != self.info.world_size and self.rank == 0:
+            text = settings.OTHER_RANKS.format(len(ranks), self.info.world_size, file)
+            warnings.warn(text, stacklevel=2)
         checkpoint.load_weights(self.model, saved["model"])
         for name, part in self._parts().items():
             part.load_state_dict(saved[name])

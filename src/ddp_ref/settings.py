@@ -1,7 +1,7 @@
 """The settings of a Handler: what is wrong with one is a line before anything is done with it."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -15,12 +15,10 @@ from .metrics import accumulates
 from .model import use_device
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-SET_BY_SCHEDULER = {"lr", "initial_lr"}  # what a scheduler sets in the optimizer's groups
 OTHER_RANKS = (
-    "by {0} ranks, and {1} ranks take another number of steps per epoch: a scheduler that counts "
-    "steps now ends at another epoch: plan it again, or use {0} ranks"
+    "{2} was saved by {0} ranks, and {1} ranks take another number of steps per epoch: a scheduler "
+    "that counts steps now ends at another epoch: plan it again, or use {0} ranks"
 )
-CHANGE_LR = "after the load, multiply each group's lr and the scheduler's base_lrs by one factor"
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
@@ -123,36 +121,13 @@ def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def check_keep(keep: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
     """Raise ValueError unless `keep` is a list of settings that can stay when a run is loaded."""
     names = {name for group in optimizer.param_groups for name in group} - {"params"}
-    if isinstance(keep, str) or not names >= {*keep}:
+    if not names >= {*keep}:
         raise ValueError(f"keep must be a list of {', '.join(sorted(names))}, not {keep!r}")
-    if scheduler and not SET_BY_SCHEDULER.isdisjoint(keep):
-        raise ValueError(f"keep has lr, but the scheduler sets it: {CHANGE_LR}")
-
-
-def changes(
-    started: Sequence[Mapping[str, Any]],
-    saved: Sequence[Mapping[str, Any]],
-    keep: Sequence[str],
-    scheduler: Any,
-) -> list[str]:
-    """Return a line per parameter group whose settings a checkpoint replaces.
-
-    Args:
-        started: The settings of each group when this run started.
-        saved: Those of the run that was saved, when it started.
-        keep: The settings that stay.
-        scheduler: The scheduler, which sets the learning rate; None for none.
-    """
-    lines = []
-    for own, theirs in zip(started, saved, strict=False):
-        changed = [n for n in own if n not in keep and own[n] != theirs.get(n)]
-        before = ", ".join(f"{name}={theirs.get(name)}" for name in changed)
-        now = ", ".join(f"{name}={own[name]}" for name in changed)
-        free = [n for n in changed if not (scheduler and n in SET_BY_SCHEDULER)]
-        if changed:
-            advice = f"pass keep={free} to keep yours" if free else CHANGE_LR
-            lines.append(f"with {before}, which replaces {now}: {advice}")
-    return lines
+    if scheduler and {"lr", "initial_lr"} & {*keep}:
+        raise ValueError(
+            "keep has lr, but the scheduler sets it: after the load, multiply each group's lr and "
+            "the scheduler's base_lrs by one factor"
+        )
 
 
 def join(
