@@ -349,30 +349,21 @@ class Handler:
 
     def _step_optimizer(self) -> bool:
         """Clip the gradients and step; return False if the step was left out."""
-        scaler = self._scaler
+        scaler, skips, taken = self._scaler, self.on_nonfinite == "skip", True
         scaler.unscale_(self.optimizer)
         # Read the scale once per step, because in fp16 reading it waits for the GPU.
-        taken, scale = self._clip(), self._scale or scaler.get_scale()
+        scale = self._scale or scaler.get_scale()
+        if skips or self.clip_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            norm = nn.utils.clip_grad_norm_(parameters, self.clip_norm or math.inf)
+            # DDP has already averaged the gradients, so all ranks agree.
+            taken = not skips or bool(norm.isfinite())
         if taken:
             scaler.step(self.optimizer)
         scaler.update()
         self._scale = scaler.get_scale()
         # GradScaler skips a step with infinite gradients. The only sign is the smaller scale.
         return taken and self._scale >= scale
-
-    def _clip(self) -> bool:
-        """Clip the gradients; return False if they are not finite and the step must be skipped."""
-        skips = self.on_nonfinite == "skip"
-        if self.clip_norm is None and not skips:
-            return True
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        # DDP has already averaged the gradients, so all ranks agree.
-        if skips and not torch.isfinite(norm):
-            return False
-        if self.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, self.clip_norm, norm)
-        return True
 
     def _run_epoch(self, last_step: float) -> None:
         """Run what is left of the epoch, validate, and record the epoch's values."""
