@@ -5,13 +5,12 @@ step, which runs `_run_batch` for each of its batches.
 """
 
 import math
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ from .metrics import Sums, accumulates, compute_objects, count_of, reset_objects
 from .randomness import generator_state, seed_everything, set_generator_state
 from .signals import EXIT_CODE, Signalled, caught_signals
 
-R = TypeVar("R")
 FORMAT = 4  # of a checkpoint; another version's has none, or another number
 STATE = ("epoch", "step", "skipped", "samples_seen", "history", "settings", "data")  # in it
 
@@ -118,7 +116,7 @@ class Handler:
         self.info, self.device = settings.join(device, precision, use_distributed)
         self.rank = self.info.rank  #: this process's rank; 0 if it is alone
         self.distributed = self.info.distributed  #: whether there are other ranks
-        self.accumulate, self.sync_every, self.seed = accumulate, sync_every, operator.index(seed)
+        self.accumulate, self.sync_every, self.seed = accumulate, sync_every, int(seed)
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
         #: the model, wrapped in DDP if there are other ranks
         self.model = models.move_and_wrap(model, self.device, options, self.distributed)
@@ -254,8 +252,7 @@ class Handler:
                 there is a scheduler, which sets it.
         """
         settings.check_keep(keep, self.optimizer, self.scheduler)
-        find = checkpoint.find
-        found = on_rank(0, broadcast=True)(find)(path) if self.distributed else find(path)
+        found = self._on_rank_0(lambda: checkpoint.find(path), broadcast=True)
         if found is None:
             self.log(f"no checkpoint in {path}: starting from scratch")
             return
@@ -449,15 +446,13 @@ class Handler:
         text = " | ".join(f"{name} {value:.4g}" for name, value in values.items())
         skipped = f" | {self.skipped} steps skipped" if self.skipped else ""
         self.log(f"epoch {self.epoch} | {text}{skipped}")
-        if self.scheduler_unit in (None, "step"):
-            return
         with warnings.catch_warnings():  # torch cannot know that the steps came before a resume
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 loss = "val_loss" if "val_loss" in values else "train_loss"
                 watched = loss if self.scheduler_unit == "epoch" else str(self.scheduler_unit)
                 self.scheduler.step(self.history[watched][-1])
-            else:
+            elif self.scheduler_unit == "epoch":
                 self.scheduler.step()
 
     def save(self, path: str | Path) -> None:
@@ -799,8 +794,8 @@ class Handler:
         elif rng is not None:
             set_generator_state(rng, self.device)
 
-    def _on_rank_0(self, work: Callable[[], R]) -> R | None:
-        return on_rank(0)(work)() if self.distributed else work()
+    def _on_rank_0(self, work: Callable[[], Any], broadcast: bool = False) -> Any:
+        return on_rank(0, broadcast=broadcast)(work)() if self.distributed else work()
 
     def names(self, part: str) -> list[str]:
         """Return the names that an epoch adds to the history.
