@@ -380,13 +380,10 @@ class Handler:
             if ends_here or self.stopping:
                 return  # the epoch stays open
         self._sync()
-        before = generator_state(self.device)
+        self._rng = generator_state(self.device)  # if a signal ends validation, to repeat it
         self._call("on_validation_start")
-        try:
-            self._end_epoch()
-        except Signalled:
-            self._rng = before  # a resumed run validates again
-            raise
+        self._end_epoch()
+        self._rng = None
         self._call("on_epoch_end")
         self._sync()
 
