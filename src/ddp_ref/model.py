@@ -206,10 +206,7 @@ def gather_parts(batches: list[dict[Any, Tensor]], items: int, kind: Any, distri
         return None
     if None in whole:
         return whole[None]
-    if not issubclass(kind, tuple):
-        return kind(whole)
-    parts = tuple(whole.values())
-    return kind(*parts) if len(getattr(kind, "_fields", ())) == len(parts) else parts
+    return tuple(whole.values()) if issubclass(kind, tuple) else kind(whole)
 
 
 def gather_rows(own: Tensor, items: int) -> Tensor | None:
