@@ -125,8 +125,8 @@ no-eval-mode
 signal-not-shared
     The other ranks do not learn of a signal to one rank.
     handler.py | tests/test_handler.py -k signal_to_one_rank
-    - float(bool(self._signals)))
-    + 0.0)
+    - stop, bool(self._signals))
+    + stop, False)
 outlives-parent
     Stopped ranks outlive a caller that is killed.
     workers.py | tests/test_run_ranks.py -k outlives_a_parent

@@ -560,10 +560,8 @@ class Handler:
     def _sync(self) -> None:
         """Add up the sums and the requests of all ranks; then all act alike (collective)."""
         stop, self._stop = self._stop, False
-        own = (self._sums.count, float(stop), float(bool(self._signals)))
-        # Filled on the GPU: copying them there would wait for it.
-        numbers = [self._sums.totals.new_full((1,), number) for number in own]
-        count, stopped, signalled, *totals = self._add_up(torch.cat([*numbers, self._sums.totals]))
+        own = (self._sums.count, stop, bool(self._signals))
+        count, stopped, signalled, *totals = self._add_up(own, self._sums.totals, self.distributed)
         if self.on_nonfinite == "raise" and not math.isfinite(totals[0]):
             raise FloatingPointError(
                 f"a loss of epoch {self.epoch + 1} is not finite, noticed at step {self.step}: "
@@ -575,11 +573,13 @@ class Handler:
         if signalled:
             raise Signalled(EXIT_CODE)
 
-    def _add_up(self, numbers: Tensor) -> list[float]:
-        """Return the sums over all ranks: the only wait for the GPU."""
-        if self.distributed:
-            dist.all_reduce(numbers)
-        return numbers.tolist()
+    def _add_up(self, numbers: Sequence[float], totals: Tensor, distributed: bool) -> list[float]:
+        """Return numbers and totals, added up over all ranks: the only wait for the GPU."""
+        # Filled on the GPU: copying them there would wait for it.
+        every = torch.cat([*(totals.new_full((1,), number) for number in numbers), totals])
+        if distributed:
+            dist.all_reduce(every)
+        return every.tolist()
 
     def _until_a_signal(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of validation; between two, exit on all ranks if one got a signal."""
@@ -626,8 +626,7 @@ class Handler:
                     sums.add(count, loss, outputs, targets)
                     for metric in self._objects.values() if count else ():
                         metric.update(outputs, targets)
-        numbers = torch.cat([sums.totals.new_full((1,), sums.count), sums.totals])
-        total, *totals = self._add_up(numbers) if distributed else numbers.tolist()
+        total, *totals = self._add_up([sums.count], sums.totals, distributed)
         objects = compute_objects(self._objects, sums.count > 0, distributed)
         return sums.means(total, totals) | objects
 
