@@ -23,10 +23,7 @@ from .settings import group_settings
 if TYPE_CHECKING:
     from .handler import Handler
 
-COMPARED = (
-    *("seed", "accumulate", "sync_every", "clip_norm", "precision", "on_nonfinite"),
-    *("epoch", "step", "samples_seen", "steps_per_epoch"),
-)
+COMPARED = ("seed", "accumulate", "sync_every", "clip_norm", "precision", "on_nonfinite")
 TOLERANCE = 1e-6  # of a parameter's norm, relative: GPUs of different models round differently
 DRAWN = 4  # items of a data set that are compared: of two, the labels would often be equal
 DRAWS = 8  # how often two ranks' different items are drawn again, in case they are random
