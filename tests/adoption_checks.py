@@ -224,7 +224,7 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
             handler.set_train_loader(data, 2, steps_per_epoch=steps)
     if dist.is_initialized():
         handler.set_train_loader(Stream(), 2, steps_per_epoch=3 + (rank() > 0))
-        with pytest.raises(ValueError, match="steps left .*, but it is 3 on rank 0; 4 on rank 1"):
+        with pytest.raises(ValueError, match=r"steps left .*, but it is 3 on rank 0; 4 on rank 1"):
             handler.train(1)
     handler.set_train_loader(stream := Stream(), 2, steps_per_epoch=2, drop_last=True)
     handler.train(3)
