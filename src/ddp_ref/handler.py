@@ -542,13 +542,18 @@ class Handler:
             self._stream = None  # which ends the workers that read it
 
     def _save_on_signal(self) -> None:
-        """Save, and only then compare the ranks: there may be no other checkpoint."""
+        drift = None
+        try:
+            check_replicas(self.module, self.distributed)
+        except RuntimeError as error:
+            drift = error  # save first: there may be no other checkpoint
         if folder := self.save_folder:
             self._save_snapshot(path := folder / checkpoint.NAME.format(self.step))
             self.log(f"saved {path}")
         unsaved = "" if folder else ", unsaved: there is no Checkpoint callback and no run_dir"
         self.log(f"ended by a signal at step {self.step}{unsaved}")
-        check_replicas(self.module, self.distributed)
+        if drift:
+            raise drift
 
     def stop(self) -> None:
         """Ask all ranks to stop at the next exchange; one rank is enough (not collective).
