@@ -12,7 +12,7 @@ pytestmark = pytest.mark.site
 TROUBLESHOOTING = "docs/troubleshooting.html"
 # Of these, a heading of the page need not come first: it has none, or its words are common ones.
 AMONG_FIVE = ["/dev/shm", "--shm-size", "marked as ready twice", "broadcast_buffers"]
-AMONG_FIVE += ["did not arrive"]
+AMONG_FIVE += ["did not arrive", "appears not to match sizes", "to unfreeze layers"]
 SCREENS = {"wide": (1280, 900), "narrow": (390, 844)}  # pixels of a laptop and of a phone
 
 

@@ -5,6 +5,7 @@ step, which runs `_run_batch` for each of its batches.
 """
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -116,7 +117,7 @@ class Handler:
         self.info, self.device = settings.join(device, precision, use_distributed)
         self.rank = self.info.rank  #: this process's rank; 0 if it is alone
         self.distributed = self.info.distributed  #: whether there are other ranks
-        self.accumulate, self.sync_every, self.seed = accumulate, sync_every, int(seed)
+        self.accumulate, self.sync_every, self.seed = accumulate, sync_every, operator.index(seed)
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
         #: the model, wrapped in DDP if there are other ranks
         self.model = models.move_and_wrap(model, self.device, options, self.distributed)
