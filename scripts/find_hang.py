@@ -45,8 +45,7 @@ LIBRARY = re.compile(
 )
 WAITING_LINE = re.compile(r"\.(wait|item|tolist|cpu|numpy|synchronize)\(")
 WRAPPERS = {"wrapper", "inner", "inner_func", "_call_impl", "_wrapped_call_impl"}
-NAMES = {"backward": "backward (DDP's all-reduce)"}
-NAMES |= {"__exit__": "on_rank", "rank_first": "rank_first"}
+NAMES = {"backward": "backward (DDP's all-reduce)", "__exit__": "on_rank"}
 POLLS = {
     "_wait",
     "_exchange",

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .model import CPU, move, unwrap_model
+from .initialize import CPU
+from .model import move, unwrap_model
 
 NAME = "step_{:09d}.pt"  # the number of optimizer steps
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")

@@ -25,6 +25,7 @@ from .agreement import check_replicas, check_same, shared
 from .callbacks import Callback, Checkpoint, check_monitors, ordered
 from .collectives import gather_objects
 from .decorators import on_rank
+from .initialize import CPU
 from .metrics import Sums, accumulates, compute_objects, count_of, reset_objects, weight_of
 from .randomness import generator_state, seed_everything, set_generator_state
 from .signals import EXIT_CODE, Signalled, caught_signals
@@ -271,8 +272,12 @@ class Handler:
                 text = ", ".join(f"{n}={theirs.get(n)} instead of {started[n]}" for n in changed)
                 warnings.warn(f"{file} has {text}: pass keep={changed} to keep yours", stacklevel=2)
         if self.scheduler_unit == "step" and len(ranks) != self.info.world_size and self.rank == 0:
-            text = settings.OTHER_RANKS.format(len(ranks), self.info.world_size, file)
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(
+                f"{file} was saved by {len(ranks)} ranks, and {self.info.world_size} ranks take "
+                "another number of steps per epoch: a scheduler that counts steps now ends at "
+                f"another epoch: plan it again, or use {len(ranks)} ranks",
+                stacklevel=2,
+            )
         checkpoint.load_weights(self.model, saved["model"])
         for name, part in self._parts().items():
             part.load_state_dict(saved[name])
@@ -474,16 +479,14 @@ class Handler:
         rng = generator_state(self.device) if self._rng is None else self._rng
         loss = self.loss_fn.state_dict() if isinstance(self.loss_fn, nn.Module) else {}
         sums = {"count": self._sums.count, "totals": self._sums.totals}
-        own = models.move({"rng": rng, "loss_fn": loss} | sums, models.CPU)
+        own = models.move({"rng": rng, "loss_fn": loss} | sums, CPU)
         ranks = gather_objects(own) if self.distributed else [own]
 
         def write() -> None:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
             parts |= {name: getattr(self, name) for name in STATE} | self._must_match()
             model = checkpoint.weights(self.module)
-            checkpoint.write(
-                path, {"model": model, "ranks": ranks} | models.move(parts, models.CPU)
-            )
+            checkpoint.write(path, {"model": model, "ranks": ranks} | models.move(parts, CPU))
 
         self._on_rank_0(write)
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .collectives import exchange_objects, move_tensor
+from .initialize import CPU
 
-CPU = torch.device("cpu")
 FIND_UNUSED_VARIABLE = "DDP_FIND_UNUSED_PARAMETERS"
 OTHER_OUTPUTS = (
     "predict returns a tensor, or a tuple or dict of tensors with one row per item, not {}. For "

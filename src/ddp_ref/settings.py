@@ -15,10 +15,6 @@ from .metrics import accumulates
 from .model import use_device
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-OTHER_RANKS = (
-    "{2} was saved by {0} ranks, and {1} ranks take another number of steps per epoch: a scheduler "
-    "that counts steps now ends at another epoch: plan it again, or use {0} ranks"
-)
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
