@@ -110,12 +110,6 @@ def check_a_count_costs_one_all_reduce_per_step():
     assert with_count - without == Counter(expected) and not without - with_count
 
 
-def check_a_wrong_ddp_option_is_an_error():
-    for wrong in ("no_such_option", "device_ids"):  # on one process too
-        with pytest.raises(TypeError, match=wrong):
-            job(ddp_options={wrong: None})
-
-
 # Existing loaders
 
 
@@ -224,7 +218,7 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
             handler.set_train_loader(data, 2, steps_per_epoch=steps)
     if dist.is_initialized():
         handler.set_train_loader(Stream(), 2, steps_per_epoch=3 + (rank() > 0))
-        with pytest.raises(ValueError, match=r"steps left .*, but it is 3 on rank 0; 4 on rank 1"):
+        with pytest.raises(ValueError, match=r"steps left .*, but found 3 on rank 0; 4 on rank 1"):
             handler.train(1)
     handler.set_train_loader(stream := Stream(), 2, steps_per_epoch=2, drop_last=True)
     handler.train(3)

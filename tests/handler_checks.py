@@ -500,7 +500,7 @@ def check_a_batch_sampler_must_give_all_ranks_equally_many_batches():
     handler.train(1)
     assert handler.step == 2
     if world_size() > 1:
-        text = "the same number of batches, but it is 3 on rank 0; 4 on rank 1"
+        text = "the same number of batches, but found 3 on rank 0; 4 on rank 1"
         with pytest.raises(ValueError, match=text):
             handler.train(2)
     unsized = type("Unsized", (Buckets,), {"__len__": None})([[0, 1]] * 2)

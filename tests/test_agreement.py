@@ -71,7 +71,7 @@ def test_ranks_that_differ_are_one_error_that_names_the_setting_and_the_ranks(
         rank, names = initialize_ddp(backend="gloo").rank, []
         for name, handler, arguments in differing(rank):
             error = str(raised(ValueError, handler.train, *arguments))
-            assert error.startswith(f"all ranks must have the same {name}, but it is "), error
+            assert error.startswith(f"all ranks must have the same {name}, but found "), error
             assert " on rank 0; " in error and error.endswith(" on rank 1"), error
             assert "\n" not in error and handler.step == 0
             names.append(name)

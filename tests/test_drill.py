@@ -154,18 +154,18 @@ def test_a_fault_after_the_last_checkpoint_is_an_outcome_of_its_own(tmp_path, li
     assert run_round(tmp_path, late, lines) == RoundResult(late, TOO_LATE)
 
 
-FORGETS = "from ddp_ref import Handler\nHandler.load = lambda self, path: None"
+FORGETS = "from ddp_ref import Handler\nHandler.load = lambda self, path, keep=(): None"
 FORGETS_IN_A_RESTART = """
 import os
 from ddp_ref import Handler
 if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-    Handler.load = lambda self, path: None
+    Handler.load = lambda self, path, keep=(): None
 """
 CHANGES_THE_WEIGHTS = """
 from ddp_ref import Handler
 load = Handler.load
-def load_others(self, path):
-    load(self, path)
+def load_others(self, path, keep=()):
+    load(self, path, keep)
     next(self.model.parameters()).data.mul_(1.000001)
 Handler.load = load_others
 """

@@ -77,7 +77,7 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
         for rank, value in enumerate(values):
             ranks.setdefault(str(value), []).append(rank)
         text = "; ".join(f"{v:.{LONGEST}} on rank {str(r)[1:-1]:.40}" for v, r in ranks.items())
-        raise ValueError(f"all ranks must have the same {name}, but it is {text:.600}")
+        raise ValueError(f"all ranks must have the same {name}, but found {text:.600}")
 
 
 def check_replicas(model: nn.Module, distributed: bool) -> None:

@@ -207,16 +207,16 @@ def endless(loader: DataLoader[Any]) -> Generator[Any, None, None]:
             raise ValueError("the stream gave no batch: each rank needs at least one")
 
 
-def windows(batches: Iterator[Any], number: int, size: int) -> Iterator[list[Any]]:
+def in_steps(batches: Iterator[Any], number: int, size: int) -> Iterator[list[Any]]:
     """Yield lists of `size` batches, `number` in all; raise RuntimeError if there are fewer."""
     for first in range(0, number, size):
-        window = list(islice(batches, min(size, number - first)))
-        if len(window) < min(size, number - first):
+        wanted = min(size, number - first)
+        if len(found := list(islice(batches, wanted))) < wanted:
             raise RuntimeError(
-                f"this rank's loader ended after {first + len(window)} of {number} batches, and "
+                f"this rank's loader ended after {first + len(found)} of {number} batches, and "
                 "other ranks wait for the rest: its sampler gives fewer than its __len__ says"
             )
-        yield window
+        yield found
     if next(batches, None) is not None:
         raise RuntimeError(
             f"this rank's loader goes on after {number} batches: its sampler gives more than its "

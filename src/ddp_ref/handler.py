@@ -82,7 +82,7 @@ class Handler:
     Raises:
         ValueError: If a setting is wrong or the device does not support it, or if the optimizer
             has parameters that are not the model's.
-        TypeError: If an argument is of another kind, or DDP has no such keyword.
+        TypeError: If an argument is of another kind, or, on several ranks, DDP has no such keyword.
     """
 
     def __init__(
@@ -120,8 +120,9 @@ class Handler:
         self.distributed = self.info.distributed  #: whether there are other ranks
         self.accumulate, self.sync_every, self.seed = accumulate, sync_every, operator.index(seed)
         self.clip_norm, self.precision, self.on_nonfinite = clip_norm, precision, on_nonfinite
-        #: the model, wrapped in DDP if there are other ranks
-        self.model = models.move_and_wrap(model, self.device, options, self.distributed)
+        self.model: Any = model.to(self.device)  #: the model, in DDP if there are other ranks
+        if self.distributed:
+            self.model = models.wrap_model(model, self.device, **options)
         self.module: Any = models.unwrap_model(model)  #: the model inside DDP and torch.compile
         self._trainable = [parameter.requires_grad for parameter in model.parameters()]
         self.optimizer = optimizer  #: the optimizer that was given
@@ -328,17 +329,17 @@ class Handler:
             raise TypeError(f"loss_fn must return a tensor, not {loss!r:.60}: leave out .item()")
         return outputs, targets, loss
 
-    def _run_step(self, window: list[tuple[Any, int | None]]) -> None:
+    def _run_step(self, batches: list[tuple[Any, int | None]]) -> None:
         """Take one optimizer step with the mean gradient over the samples of all batches."""
-        counts = [count_of(batch, items, self.count) for batch, items in window]
+        counts = [count_of(batch, items, self.count) for batch, items in batches]
         world_size = self.info.world_size if self.count else 1  # else all ranks have equal counts
         weight = weight_of(counts, world_size, self.device)
         skips = self.on_nonfinite == "skip"
         before = (self._sums.count, self._sums.totals.clone()) if skips else None
         self.optimizer.zero_grad()
-        for number, ((batch, _), count) in enumerate(zip(window, counts, strict=True), start=1):
-            last = number == len(window) or not isinstance(self.model, DistributedDataParallel)
-            with nullcontext() if last else self.model.no_sync():  # type: ignore[operator]
+        for number, ((batch, _), count) in enumerate(zip(batches, counts, strict=True), start=1):
+            last = number == len(batches) or not isinstance(self.model, DistributedDataParallel)
+            with nullcontext() if last else self.model.no_sync():
                 self._run_batch(batch, count, weight)
         taken = self._step_optimizer()
         if taken and self.scheduler_unit == "step":
@@ -348,7 +349,7 @@ class Handler:
             self._sums.totals.copy_(before[1])
         self.step += 1
         self.skipped += not taken
-        self.samples_seen += len(window) * self._samples_per_batch
+        self.samples_seen += len(batches) * self._samples_per_batch
 
     def _step_optimizer(self) -> bool:
         """Clip the gradients and step; return False if the step was left out."""
@@ -377,8 +378,8 @@ class Handler:
         self._call("on_epoch_start")
         steps = self._start_epoch()  # now, because a hook may have replaced the training data
         self._set_rng()  # on a mid-epoch resume, to undo what the hooks have drawn
-        for window in steps:
-            self._run_step(window)
+        for batches in steps:
+            self._run_step(batches)
             self._call("on_step_end")
             ends_here = self.step == last_step and self.steps_left != 0
             if ends_here or self.step % self.sync_every == 0:
@@ -426,7 +427,7 @@ class Handler:
                 f"no batch of {loader.batch_size} samples: lower batch_size or leave out drop_last"
             )
         pairs = zip(batches, loading.items_of_batches(loader), strict=False)
-        return loading.windows(pairs, number, self.accumulate)
+        return loading.in_steps(pairs, number, self.accumulate)
 
     def _batches(self) -> int:
         """Return how many batches the epoch has, from where the loader's sampler starts."""

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import inspect
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -38,23 +37,12 @@ def wrap_model(model: nn.Module, device: torch.device, **ddp_options: Any) -> nn
 
     Raises:
         ValueError: If the model already contains DDP.
-        TypeError: If DistributedDataParallel has no such keyword.
     """
-    distributed = dist.is_available() and dist.is_initialized()
-    return move_and_wrap(model, device, ddp_options, distributed)
-
-
-def move_and_wrap(
-    model: nn.Module, device: torch.device, ddp_options: Mapping[str, Any], distributed: bool
-) -> nn.Module:
-    """Do what `wrap_model` does. A single process checks model and keywords as well."""
-    known = inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"}
-    if unknown := ", ".join(ddp_options.keys() - known):
-        raise TypeError(f"ddp_options may not have {unknown}: use {', '.join(sorted(known))}")
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         raise ValueError("the model is already wrapped in DDP: pass the model inside it")
     model = model.to(device)
-    if not distributed or not any(parameter.requires_grad for parameter in model.parameters()):
+    open_group = dist.is_available() and dist.is_initialized()
+    if not open_group or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     unused = os.environ.get(FIND_UNUSED_VARIABLE, "").lower()
     if unused not in ("", "0", "false", "1", "true"):
