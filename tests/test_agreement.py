@@ -51,7 +51,7 @@ def differing(rank):
     handler = job()
     if rank == 0:  # as under `if rank == 0:`
         handler.set_val_loader(Points(9), 3)
-    yield "validation data", handler, (2,)
+    yield "number of validation items", handler, (2,)
     handler = job()
     handler.set_train_loader(Subset(Points(20), range(rank, 20, 2)), 3)  # split by the script
     yield "training items", handler, (2,)

@@ -48,7 +48,6 @@ def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, 
     savers = [callback for callback in handler.callbacks if isinstance(callback, Checkpoint)]
     own["Checkpoint"] = [(str(c.folder), c.every_epochs, c.every_steps, c.monitor) for c in savers]
     for name, loader in (("training", handler.train_loader), ("validation", handler.val_loader)):
-        own[f"{name} data"] = type(loader).__name__
         own[f"number of {name} items"] = length_or_none(getattr(loader, "dataset", None))
         own[f"{name} batch size"] = getattr(loader, "batch_size", None)
     return own | {"number of steps left in the epoch": handler.steps_left}
