@@ -69,8 +69,8 @@ def count_steps() -> None:
     take_step = Handler._run_step
 
     @functools.wraps(take_step)
-    def counted(self: Handler, window: Any) -> None:
-        take_step(self, window)
+    def counted(self: Handler, batches: Any) -> None:
+        take_step(self, batches)
         with STEPS_TAKEN.open("ab") as file:
             file.write(b".")
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from ddp_ref.data import TrainSampler, eval_loader, train_loader, windows
+from ddp_ref.data import TrainSampler, eval_loader, in_steps, train_loader
 
 SIZES = st.integers(1, 40)
 WORLDS = st.integers(1, 6)
@@ -298,12 +298,12 @@ def test_workers_draw_other_numbers_on_each_rank_and_the_data_set_is_the_users()
 
 
 def test_a_loader_that_ends_early_or_goes_on_is_an_error():
-    assert [*windows(iter(range(5)), 5, 2)] == [[0, 1], [2, 3], [4]]
+    assert [*in_steps(iter(range(5)), 5, 2)] == [[0, 1], [2, 3], [4]]
     for size in (0, 3, 4):
         with pytest.raises(RuntimeError, match=f"ended after {size} of 5 batches, and other ranks"):
-            list(windows(iter(range(size)), 5, 2))
+            list(in_steps(iter(range(size)), 5, 2))
     with pytest.raises(RuntimeError, match="goes on after 5 batches"):
-        list(windows(iter(range(6)), 5, 2))
+        list(in_steps(iter(range(6)), 5, 2))
 
 
 def test_workers_may_be_started_by_another_thread():
