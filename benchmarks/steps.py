@@ -3,13 +3,15 @@
 All of them train the same model on the same data, in the same two processes, with one thread each.
 The benchmark fails unless all end with the same weights, bit for bit. They take turns of ten steps.
 Memory addresses can make one loop faster for as long as a process lives, so we start the processes
-24 times. The usual loader looks up the samples of a batch one by one, and `Handler` "at once", in
-one call. So there are also a raw loop and a Fabric loop that look up batches at once.
+24 times. The usual loader looks up the samples of a batch one by one. `Handler` looks them up "at
+once", in one call, if the data set is a TensorDataset. So there are also a raw loop and a Fabric
+loop that look up batches at once. Two tables have other data: the course's, which is a subclass of
+TensorDataset, and a data set with a `__getitem__` of its own, which is always looked up one by one.
 """
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from random import Random
 from typing import Any
@@ -17,41 +19,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_by_side import AGAIN, compare
+from side_by_side import AGAIN, Row, compare
 from tables import Table, duration, goal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from turns import Tick, Ticks, in_launches, steps_of, take_turns
 
+from datautils import MyTrainDataset
 from ddp_ref import Handler, initialize_ddp
 
-ROUNDS, LAUNCHES = 720, 24
-BATCH, FEATURES, CLASSES = 32, 16, 10
+ROUNDS, LAUNCHES = 240, 24
+BATCH, FEATURES, CLASSES = 32, 64, 10
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 Times = Mapping[str, list[float]]
-Loop = Callable[[nn.Module, TensorDataset, Tick], None]
+Loop = Callable[[nn.Module, Any, Tick], None]
 WIDTHS = {"a small step (five layers, 64 wide)": 64, "a larger step (five layers, 384 wide)": 384}
 RAW, AT_ONCE, OURS = "raw DDP", "raw DDP, batches looked up at once", "Handler"
-FABRIC_AT_ONCE = "Lightning Fabric, batches looked up at once"
+FABRIC, FABRIC_AT_ONCE = "Lightning Fabric", "Lightning Fabric, batches looked up at once"
 MOST_OVERHEAD = 0.02  # of raw DDP's time
 MOST_OVERHEAD_SAME_LOADER = {64: 0.05, 384: 0.02}  # by width
 
 
 def measure(rounds: int) -> list[Table]:
-    return [measure_size(title, width, rounds) for title, width in WIDTHS.items()]
+    tables = [measure_size(title, width, rounds) for title, width in WIDTHS.items()]
+    return [*tables, measure_data(MyTrainDataset, rounds), measure_data(Items, rounds)]
 
 
 def measure_size(title: str, width: int, rounds: int) -> Table:
     times, part = in_launches(times_on_rank, width, rounds=rounds, launches=LAUNCHES)
-    added = "; ".join(added_time(times, name, part) for name in (OURS, FABRIC_AT_ONCE))
     notes = [
         overhead(times, RAW, MOST_OVERHEAD, part),
         overhead(times, AT_ONCE, MOST_OVERHEAD_SAME_LOADER[width], part),
-        f"Time added to that loop: {added}.",
+        f"Time added to that loop: {added_time(times, AT_ONCE, (OURS, FABRIC_AT_ONCE), part)}.",
     ]
     return Table(title, compare(times, part), notes)
+
+
+def measure_data(kind: type[Any], rounds: int) -> Table:
+    """Measure the small step with another data set, without the loops that are not beside it."""
+    base, fabric = (RAW, FABRIC) if kind is Items else (AT_ONCE, FABRIC_AT_ONCE)
+    work = partial(times_on_rank, kind=kind, names=(base, base + AGAIN, OURS, fabric))
+    times, part = in_launches(work, 64, rounds=rounds, launches=LAUNCHES)
+    name = "a data set's own __getitem__" if kind is Items else "the course's data set"
+    note = f"Time added to the first loop: {added_time(times, base, (OURS, fabric), part)}."
+    return Table(f"the small step, {name}", compare(times, part), [note])
 
 
 def overhead(times: Times, base: str, limit: float, part: int = 1) -> str:
@@ -62,12 +75,16 @@ def overhead(times: Times, base: str, limit: float, part: int = 1) -> str:
     return goal(target, measured, row.at_most(1 + limit))
 
 
-def added_time(times: Times, name: str, part: int = 1) -> str:
-    """Return the time that a loop adds to the raw loop with the same lookup, with its interval."""
-    base, row = compare({each: times[each] for each in (AT_ONCE, name)}, part)
-    seconds = [(ratio - 1) * base.seconds for ratio in (row.ratio, row.low, row.high)]
-    added, low, high = (f"{'-' if each < 0 else '+'}{duration(abs(each))}" for each in seconds)
-    return f"{name} {added} ({low} to {high})"
+def added_time(times: Times, base: str, names: Sequence[str], part: int = 1) -> str:
+    """Return the time that each loop adds to the loop `base`, with its interval."""
+    first, *rows = compare({name: times[name] for name in (base, *names)}, part)
+    return "; ".join(f"{row.name} {_added(first.seconds, row)}" for row in rows)
+
+
+def _added(seconds: float, row: Row) -> str:
+    times = [(ratio - 1) * seconds for ratio in (row.ratio, row.low, row.high)]
+    added, low, high = (f"{'-' if each < 0 else '+'}{duration(abs(each))}" for each in times)
+    return f"{added} ({low} to {high})"
 
 
 def make_model(width: int) -> nn.Module:
@@ -76,22 +93,40 @@ def make_model(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), *hidden, nn.Linear(width, CLASSES))
 
 
-def make_data(steps: int, ranks: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(ranks * BATCH * steps, FEATURES, generator=generator)
-    return TensorDataset(inputs, inputs[:, :CLASSES].argmax(1))
+class Items(Dataset[Any]):
+    """A data set that looks up one item, as most people's do."""
+
+    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], self.targets[index]
+
+
+def make_data(steps: int, ranks: int, kind: type[Any] = TensorDataset) -> Dataset[Any]:
+    size = ranks * BATCH * steps
+    if kind is MyTrainDataset:  # repeated, for one epoch of all steps
+        data = MyTrainDataset()
+        rows = torch.arange(size) % len(data)
+        data.tensors = tuple(tensor[rows] for tensor in data.tensors)
+        return data
+    inputs = torch.randn(size, FEATURES, generator=torch.Generator().manual_seed(0))
+    return kind(inputs, inputs[:, :CLASSES].argmax(1))
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def usual_loader(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
+def usual_loader(data: Dataset[Any], batch: int = BATCH) -> DataLoader[Any]:
     """Return a loader of this rank's batches, in the same order as `Handler`'s."""
     return DataLoader(data, batch, sampler=DistributedSampler(data))
 
 
-def loader_at_once(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
+def loader_at_once(data: Dataset[Any], batch: int = BATCH) -> DataLoader[Any]:
     """Return a loader that looks up each of these batches in one call, as `Handler` does."""
     rows = BatchSampler(DistributedSampler(data), batch, drop_last=False)
     pin = torch.cuda.is_available()  # as `Handler` does
@@ -103,9 +138,9 @@ def loader_at_once(data: TensorDataset, batch: int = BATCH) -> DataLoader[Any]:
 
 def raw(
     model: nn.Module,
-    data: TensorDataset,
+    data: Dataset[Any],
     tick: Tick,
-    loader_of: Callable[[TensorDataset], DataLoader[Any]] = usual_loader,
+    loader_of: Callable[[Dataset[Any]], DataLoader[Any]] = usual_loader,
 ) -> None:
     device = next(model.parameters()).device
     replica, optimizer = DDP(model), make_optimizer(model)
@@ -117,7 +152,7 @@ def raw(
         tick()
 
 
-def handler(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
+def handler(model: nn.Module, data: Dataset[Any], tick: Tick) -> None:
     made = Handler(
         model,
         make_optimizer(model),
@@ -130,7 +165,7 @@ def handler(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     made.train(1)
 
 
-def accelerate(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
+def accelerate(model: nn.Module, data: Dataset[Any], tick: Tick) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -145,9 +180,9 @@ def accelerate(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
 
 def fabric(
     model: nn.Module,
-    data: TensorDataset,
+    data: Dataset[Any],
     tick: Tick,
-    loader_of: Callable[[TensorDataset], DataLoader[Any]] = usual_loader,
+    loader_of: Callable[[Dataset[Any]], DataLoader[Any]] = usual_loader,
 ) -> None:
     from lightning.fabric import Fabric
 
@@ -161,7 +196,7 @@ def fabric(
         tick()
 
 
-def trainer(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
+def trainer(model: nn.Module, data: Dataset[Any], tick: Tick) -> None:
     import lightning
 
     class Module(lightning.LightningModule):
@@ -193,7 +228,7 @@ def trainer(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
     made.fit(Module(), usual_loader(data))
 
 
-def ignite(model: nn.Module, data: TensorDataset, tick: Tick) -> None:
+def ignite(model: nn.Module, data: Dataset[Any], tick: Tick) -> None:
     import ignite.distributed as idist
     from ignite.engine import Events, create_supervised_trainer
 
@@ -211,7 +246,7 @@ OWN_LOOPS: dict[str, Loop] = {
 }
 PEERS: dict[str, Loop] = {
     "accelerate": accelerate,
-    "Lightning Fabric": fabric,
+    FABRIC: fabric,
     FABRIC_AT_ONCE: partial(fabric, loader_of=loader_at_once),
     "Lightning Trainer": trainer,
     "ignite": ignite,
@@ -219,21 +254,31 @@ PEERS: dict[str, Loop] = {
 
 
 def times_on_rank(
-    width: int, rounds: int, device: str = "cpu", check: bool = True, seed: int = 0
+    width: int,
+    rounds: int,
+    device: str = "cpu",
+    check: bool = True,
+    seed: int = 0,
+    kind: type[Any] = TensorDataset,
+    names: Sequence[str] = (),
 ) -> dict[str, list[float]]:
-    """Return the seconds of a step, by loop and round; with `check`, raise if weights differ."""
+    """Return the seconds of a step, by loop and round; with `check`, raise if weights differ.
+
+    `kind` is the class of the data set. `names` are those of the loops to time, or all.
+    """
     ranks = initialize_ddp(backend=BACKENDS[device], use_distributed=True).world_size
     logging.disable(logging.WARNING)  # Lightning sets its loggers' levels when it is imported
     warnings.simplefilter("ignore")  # about the number of the loader's workers
-    data = make_data(steps_of(rounds), ranks)
+    data = make_data(steps_of(rounds), ranks, kind)
     loops = OWN_LOOPS | (PEERS if device == "cpu" else {})
+    loops = {name: loops[name.removesuffix(AGAIN)] for name in names or loops}
     return time_loops(loops, lambda: make_model(width).to(device), data, rounds, seed, check)
 
 
 def time_loops(
     loops: Mapping[str, Loop],
     make_model: Callable[[], nn.Module],
-    data: TensorDataset,
+    data: Dataset[Any],
     rounds: int,
     seed: int,
     check: bool,

@@ -92,8 +92,8 @@ def test_an_interval_around_the_limit_reaches_no_goal(seconds, verdict):
 
 def test_the_time_that_a_loop_adds():
     times = {OURS: [2.3e-3] * 9, AT_ONCE: [2e-3] * 9, "faster": [1.9e-3] * 9}
-    assert added_time(times, OURS) == "Handler +300 µs (+300 µs to +300 µs)"
-    assert added_time(times, "faster") == "faster -100 µs (-100 µs to -100 µs)"
+    assert added_time(times, AT_ONCE, [OURS]) == "Handler +300 µs (+300 µs to +300 µs)"
+    assert added_time(times, AT_ONCE, ["faster"]) == "faster -100 µs (-100 µs to -100 µs)"
 
 
 def test_each_launch_has_a_seed_of_its_own_and_its_part_of_the_rounds():
