@@ -64,7 +64,7 @@ TAKEN[0].handler = "another"
         ({"scheduler": lambda o: torch.optim.lr_scheduler.StepLR}, "not <class .*StepLR'>"),
         (
             {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(other_optimizer(), 1)},
-            "the scheduler is another optimizer's",
+            "the scheduler was created with another optimizer",
         ),
         ({"scheduler": lambda o: (plateau()(o), "step")}, "cannot use the loss of each step"),
         ({"scheduler": plateau(mode="max")}, r"mode='max': pass \(scheduler, \"val_accuracy\"\)"),

@@ -1,6 +1,6 @@
 """What all ranks must have in common: the settings, the data and the parameters.
 
-Ranks that differ would wait for each other, or train with wrong numbers and say nothing.
+Ranks that differ would wait for each other, or silently train wrongly.
 """
 
 import zlib
@@ -38,15 +38,17 @@ def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, 
     for name in ("optimizer", "scheduler", "loss_fn"):
         part = getattr(handler, name)
         own[name] = getattr(part, "__qualname__", type(part).__name__)
-    own |= {"metrics": list(handler.metrics), "count": handler.count is not None}
-    own["scheduler_unit"] = handler.scheduler_unit
+    own |= {"metrics": list(handler.metrics), "use of count=": handler.count is not None}
+    own["interval of the scheduler"] = handler.scheduler_unit
     for number, group in enumerate(group_settings(handler.optimizer)):
         for name, value in group.items():
             plain = value.item() if isinstance(value, Tensor) else value
             if isinstance(plain, int | float | str | tuple | None):
                 own[f"{name} of the optimizer's group {number}"] = plain
     savers = [callback for callback in handler.callbacks if isinstance(callback, Checkpoint)]
-    own["Checkpoint"] = [(str(c.folder), c.every_epochs, c.every_steps, c.monitor) for c in savers]
+    own["Checkpoint (folder, every_epochs, every_steps, monitor, mode)"] = [
+        (str(c.folder), c.every_epochs, c.every_steps, c.monitor, c.mode) for c in savers
+    ]
     for name, loader in (("training", handler.train_loader), ("validation", handler.val_loader)):
         own[f"number of {name} items"] = length_or_none(getattr(loader, "dataset", None))
         own[f"{name} batch size"] = getattr(loader, "batch_size", None)
@@ -76,7 +78,8 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
         for rank, value in enumerate(values):
             ranks.setdefault(str(value), []).append(rank)
         text = "; ".join(f"{v:.{LONGEST}} on rank {str(r)[1:-1]:.40}" for v, r in ranks.items())
-        raise ValueError(f"all ranks must have the same {name}, but found {text:.600}")
+        way = "; pass the whole data set, in the same order, on each" if name in items else ""
+        raise ValueError(f"all ranks must have the same {name}, but found {text:.600}{way}")
 
 
 def check_replicas(model: nn.Module, distributed: bool) -> None:
@@ -98,13 +101,14 @@ def check_replicas(model: nn.Module, distributed: bool) -> None:
     for name, high, low in zip(named, *ends.view(2, -1).tolist(), strict=True):
         if low == 1:
             raise FloatingPointError(
-                f"{name} is not finite: load an earlier checkpoint and lower the learning rate"
+                f"parameter {name} is not finite: load an earlier checkpoint and lower the "
+                "learning rate"
             )
         if high + low > TOLERANCE * high:
             raise RuntimeError(
-                f"{name} differs between ranks: its norm is {-low:.9g} to {high:.9g}. Something "
-                "changes weights on each rank by itself, such as a forward pass or a callback "
-                "under no_grad, or a hook on gradients: change them alike on all ranks"
+                f"parameter {name} differs between ranks: its norm is {-low:.9g} to {high:.9g}. "
+                "Something changes weights on each rank by itself, such as a forward pass or a "
+                "callback under no_grad, or a hook on gradients: change them alike on all ranks"
             )
 
 

@@ -35,7 +35,7 @@ class Callback:
         """Called before the first batch of an epoch, and again if the epoch is resumed.
 
         The model is in train mode. What the hook changes, such as `layer.eval()`, stays. It must
-        not freeze or unfreeze parameters: DDP does not notice, so the epoch would be an error.
+        not freeze or unfreeze parameters, which DDP would not notice: `Handler` raises an error.
         """
 
     def on_step_end(self) -> None:

@@ -125,7 +125,9 @@ def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
         except DamagedCheckpoint as error:
             warnings.warn(f"{error}: trying the one before it", stacklevel=2)
     if paths:
-        raise DamagedCheckpoint(f"all checkpoints in {path} are damaged: move them away to restart")
+        raise DamagedCheckpoint(
+            f"all checkpoints in {path} are damaged: move them away to start from scratch"
+        )
     return None
 
 

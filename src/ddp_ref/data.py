@@ -61,7 +61,7 @@ class TrainSampler(Sampler[int]):
 
 
 class Loader(DataLoader[Any]):
-    """A DataLoader that draws nothing from the global generator; `seed` seeds its workers.
+    """A DataLoader that does not use the global random generator; `seed` seeds its workers.
 
     Without workers, it looks up the rows of a TensorDataset a batch at once, which is several times
     as fast.
@@ -204,7 +204,7 @@ def endless(loader: DataLoader[Any]) -> Generator[Any, None, None]:
         for batch in loader:
             yield batch
         if batch is None:
-            raise ValueError("the stream gave no batch: each rank needs at least one")
+            raise ValueError("this rank's stream gave no batch: check how it shards, and drop_last")
 
 
 def in_steps(batches: Iterator[Any], number: int, size: int) -> Iterator[list[Any]]:

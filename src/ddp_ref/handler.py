@@ -51,8 +51,9 @@ class Handler:
             averaged over: a number, or a 0-dimensional tensor, such as a sum of class weights. It
             gets the batch as loaded, on the CPU. Gradients are then means over all counted samples
             of all ranks, even if the counts differ. For a count of 0 the loss must still have
-            finite gradients. Default: the first dimension of the targets (of the first tensor, or
-            `num_graphs`, in a batch that is no pair), which should be the same on all ranks.
+            finite gradients. Default: the first dimension of the targets. For a batch that is not
+            a pair, `num_graphs` or the first dimension of its first tensor. It should be the same
+            on all ranks.
         metrics: By name, functions called like `loss_fn`, each a mean over samples. In validation
             also objects with `update(outputs, targets)`, `compute()` and `reset()`, such as those
             of torchmetrics. `compute` is called once, returns one number and reduces over ranks
@@ -75,14 +76,14 @@ class Handler:
         run_dir: A folder for history.csv and for a checkpoint per epoch, unless `callbacks` has a
             Checkpoint with its own folder.
         ddp_options: Keywords of DistributedDataParallel, such as `find_unused_parameters`.
-            Buffers that `broadcast_buffers=False` leaves to each rank stay its own in evaluation,
-            but checkpoints contain rank 0's.
+            With `broadcast_buffers=False`, each rank evaluates with its own buffers, and
+            checkpoints contain rank 0's.
         log: Called on rank 0 with each line, such as an epoch's results.
 
     Raises:
         ValueError: If a setting is wrong or the device does not support it, or if the optimizer
             has parameters that are not the model's.
-        TypeError: If an argument is of another kind, or, on several ranks, DDP has no such keyword.
+        TypeError: If an argument has the wrong type, or, on several ranks, DDP has no such keyword.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class Handler:
         If the folder is empty or missing, the run starts from scratch. Rank 0 reads the file and
         sends it to the others. On the CPU, a run resumed on the same number of ranks, one or two,
         equals the uninterrupted one bit for bit; on more, up to rounding. At another world size,
-        each remaining sample of the epoch is used once.
+        each remaining sample of the epoch is used once, apart from the usual padding.
 
         Args:
             path: A checkpoint, or a folder of checkpoints such as `run_dir`. Or a file with the
@@ -271,12 +272,14 @@ class Handler:
             changed = [n for n in started if n not in keep and started[n] != theirs.get(n)]
             if changed and self.rank == 0:
                 text = ", ".join(f"{n}={theirs.get(n)} instead of {started[n]}" for n in changed)
-                warnings.warn(f"{file} has {text}: pass keep={changed} to keep yours", stacklevel=2)
+                scheduled = self.scheduler and "lr" in changed
+                way = settings.SCALE_LR if scheduled else f"pass keep={changed}"
+                warnings.warn(f"{file} has {text}. To keep yours, {way}", stacklevel=2)
         if self.scheduler_unit == "step" and len(ranks) != self.info.world_size and self.rank == 0:
             warnings.warn(
                 f"{file} was saved by {len(ranks)} ranks, and {self.info.world_size} ranks take "
-                "another number of steps per epoch: a scheduler that counts steps now ends at "
-                f"another epoch: plan it again, or use {len(ranks)} ranks",
+                "another number of steps per epoch: a scheduler that counts steps will end at "
+                f"another epoch. Plan it again, or use {len(ranks)} ranks",
                 stacklevel=2,
             )
         checkpoint.load_weights(self.model, saved["model"])
@@ -424,7 +427,8 @@ class Handler:
             check_same({"number of batches": number}, {}, self.device)
         if not number and not self.samples_seen:
             raise ValueError(
-                f"no batch of {loader.batch_size} samples: lower batch_size or leave out drop_last"
+                f"rank {self.rank} has no batch of training data: lower batch_size, which is "
+                f"{loader.batch_size}, leave out drop_last, or check the sampler"
             )
         pairs = zip(batches, loading.items_of_batches(loader), strict=False)
         return loading.in_steps(pairs, number, self.accumulate)
@@ -568,7 +572,7 @@ class Handler:
         self._stop = True
 
     def _sync(self) -> None:
-        """Add up the sums and the requests of all ranks; then all act alike (collective)."""
+        """Sum losses, stop requests and signals over all ranks, and act on them (collective)."""
         stop, self._stop = self._stop, False
         own = (self._sums.count, stop, bool(self._signals))
         count, stopped, signalled, *totals = self._add_up(own, self._sums.totals, self.distributed)

@@ -1,4 +1,4 @@
-"""The loss and the metrics of batches: their sums over samples, and how many samples there are."""
+"""Sum the loss and the metrics over samples, and count the samples."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Each rank's copy of the model: in DistributedDataParallel (DDP), evaluated, and its outputs."""
+"""Wrap a rank's model in DistributedDataParallel (DDP), run it, and collect its outputs."""
 
 import copy
 import dataclasses
@@ -18,7 +18,7 @@ from .initialize import CPU
 FIND_UNUSED_VARIABLE = "DDP_FIND_UNUSED_PARAMETERS"
 OTHER_OUTPUTS = (
     "predict returns a tensor, or a tuple or dict of tensors with one row per item, not {}. For "
-    "other outputs: loader = eval_loader(data, batch_size); own = [model(batch) for batch in "
+    "other outputs: loader = eval_loader(data, batch_size); own = [model(batch[0]) for batch in "
     "loader]; every = gather_objects(own)"
 )
 

@@ -1,4 +1,4 @@
-"""The settings of a Handler: what is wrong with one is a line before anything is done with it."""
+"""Check a Handler's settings before any work starts; each mistake is a one-line error."""
 
 import inspect
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from .initialize import DistInfo, initialize_ddp, resolve_device
 from .metrics import accumulates
 from .model import use_device
 
+SCALE_LR = "after the load, multiply each group's lr and the scheduler's base_lrs by one factor"
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -63,7 +64,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     if others := sum(id(parameter) not in own for parameter in given):
         raise ValueError(
             f"{others} of the optimizer's {len(given)} parameters are not the model's, so they "
-            "are neither averaged nor saved: make everything that is trained a part of the model"
+            "are neither averaged nor saved: make everything that is trained a part of the model, "
+            "and create the optimizer after the last change to the model"
         )
 
 
@@ -98,7 +100,9 @@ def scheduler_and_unit(scheduler: Any, optimizer: torch.optim.Optimizer) -> tupl
             f'scheduler must be a scheduler or (scheduler, "step"), not {scheduler!r:.100}'
         )
     if getattr(inner, "optimizer", optimizer) is not optimizer:
-        raise ValueError("the scheduler is another optimizer's: create it with this one")
+        raise ValueError(
+            "the scheduler was created with another optimizer: create it with the one you pass here"
+        )
     if plateau and (unit == "step" or (unit == "epoch" and inner.mode == "max")):
         raise ValueError(
             f"ReduceLROnPlateau cannot use the loss of each {unit} with mode={inner.mode!r}: pass "
@@ -118,12 +122,9 @@ def check_keep(keep: Any, optimizer: torch.optim.Optimizer, scheduler: Any) -> N
     """Raise ValueError unless `keep` is a list of settings that can stay when a run is loaded."""
     names = {name for group in optimizer.param_groups for name in group} - {"params"}
     if not names >= {*keep}:
-        raise ValueError(f"keep must be a list of {', '.join(sorted(names))}, not {keep!r}")
+        raise ValueError(f"keep may contain {', '.join(sorted(names))}, but got {keep!r}")
     if scheduler and {"lr", "initial_lr"} & {*keep}:
-        raise ValueError(
-            "keep has lr, but the scheduler sets it: after the load, multiply each group's lr and "
-            "the scheduler's base_lrs by one factor"
-        )
+        raise ValueError(f"keep has lr, but the scheduler sets it: {SCALE_LR}")
 
 
 def join(
