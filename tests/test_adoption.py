@@ -177,7 +177,7 @@ def test_a_plateau_gets_the_validation_loss_if_there_is_one_or_a_metric(tmp_path
     assert [*handler.scheduler.values[2:]] == handler.train_metrics["accuracy"][2:]
     assert torch.tensor(handler.val_losses).isnan().tolist() == [False, False, True, True]
     unknown = job(scheduler=lambda o: (Recorded(o), "val_acc"))
-    with pytest.raises(ValueError, match="nothing records 'val_acc': use one of train_accuracy"):
+    with pytest.raises(ValueError, match="cannot watch 'val_acc': use one of train_accuracy"):
         unknown.train(1)
     assert unknown.step == 0
 

@@ -142,6 +142,7 @@ class Normalized(nn.Module):
     def __init__(self):
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(4))
+        self.steps = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
         self.layer = network()
         self.ready = False
 

@@ -30,7 +30,7 @@ class Notes(Callback):
 
 def test_hooks_are_called_in_the_order_of_the_list():
     calls = []
-    handler = job(6, 3, callbacks=[Notes("a", calls), Notes("b", calls)])
+    handler = job(6, 3, callbacks=iter([Notes("a", calls), Notes("b", calls)]))
     handler.train(1)
     expected = [("on_train_start", 0, 0), ("on_epoch_start", 0, 0), ("on_step_end", 0, 1)]
     expected += [("on_step_end", 0, 2), ("on_validation_start", 0, 2), ("on_epoch_end", 1, 2)]

@@ -92,8 +92,20 @@ class Named(TensorDataset):
     """A subclass that looks up its rows as TensorDataset does."""
 
 
-@pytest.mark.parametrize("data", [images(), images(Named), images(Doubled)])
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"drop_last": True}])
+class DoubledTogether(TensorDataset):
+    """Its `__getitems__`, which torch's own fetcher calls, gives other items."""
+
+    def __getitems__(self, indices):
+        return [tuple(part * 2 for part in self[index]) for index in indices]
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
+@pytest.mark.parametrize(
+    "data", [images(), images(Named), images(Doubled), images(DoubledTogether)]
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"drop_last": True}, {"pin_memory": True}]
+)
 def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(data, options):
     ours = train_loader(data, 3, rank=0, world_size=1, shuffle=False, **options)
     theirs = DataLoader(data, 3, drop_last="drop_last" in options)

@@ -62,6 +62,10 @@ class Model:
         return str(device), data
 
 
+def test_a_builtin_gets_the_device_too(two):
+    assert [result.tolist() for result in two.run(torch.ones, 2)] == [[1, 1]] * 2
+
+
 @pytest.mark.parametrize(
     ("func", "args", "kwargs"),
     [

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 COMPARED = ("seed", "accumulate", "sync_every", "clip_norm", "precision", "on_nonfinite")
 TOLERANCE = 1e-6  # of a parameter's norm, relative: GPUs of different models round differently
-DRAWN = 4  # items of a data set that are compared: of two, the labels would often be equal
+DRAWN = 4  # items of a data set that are compared: two could have equal labels by chance
 DRAWS = 8  # how often two ranks' different items are drawn again, in case they are random
 LONGEST = 100  # characters of a value in an error
 MISSING = "missing"
@@ -114,7 +114,8 @@ def check_replicas(model: nn.Module, distributed: bool) -> None:
 
 def _norm(value: Tensor) -> Any:
     real = torch.view_as_real(value) if value.is_complex() else value
-    real = real.float() if real.element_size() == 1 else real  # float8
+    if not real.is_floating_point() or real.element_size() == 1:  # float8 has no norm either
+        real = real.double()
     return torch.linalg.vector_norm(real, dtype=torch.float64)
 
 

@@ -42,7 +42,7 @@ class Callback:
         """Called after each optimizer step; `handler.step` counts it."""
 
     def on_validation_start(self) -> None:
-        """Called after the last step of each epoch, before validation, if there is any.
+        """Called after the last step of each epoch, also if there is no validation.
 
         If a signal ends the validation, a checkpoint has what this hook has changed, and the
         resumed run calls it again.
@@ -239,17 +239,22 @@ def ordered(callbacks: Sequence[Callback], run_dir: str | Path | None) -> list[C
 
 def check_monitors(handler: "Handler") -> None:
     """Raise ValueError if a callback or the scheduler watches what nothing records."""
-    known = [*handler.names("train"), *handler.history]
-    known += handler.names("val") if handler.val_loader is not None else []
+    own = handler.names("train") + (handler.names("val") if handler.val_loader is not None else [])
+    known = [*own, *handler.history]
     known += [name for callback in handler.callbacks for name in callback.records]
     watched = [getattr(callback, "monitor", None) for callback in handler.callbacks]
-    watched += [handler.scheduler_unit] if handler.scheduler_unit not in ("step", "epoch") else []
     for name in watched:
         if name is not None and name not in known:
             raise ValueError(
                 f"nothing records {name!r}: use one of {', '.join(sorted({*known}))}, or name it "
                 "in `records` of the Callback that adds it to the history"
             )
+    unit = handler.scheduler_unit
+    if unit not in (None, "step", "epoch", *own):
+        raise ValueError(
+            f"the scheduler cannot watch {unit!r}: use one of {', '.join(sorted(own))}, which are "
+            "recorded before it steps"
+        )
 
 
 def _check_mode(mode: str) -> None:

@@ -18,7 +18,7 @@ from .randomness import seed_from
 from .settings import check_count
 from .signals import kill_at_exit, start_worker
 
-# The options that a rebuilt loader keeps. The second list needs num_workers above 0.
+# The options that a rebuilt loader keeps. DataLoader takes the second list only with workers.
 KEPT = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "worker_init_fn")
 KEPT_OF_WORKERS = ("timeout", "multiprocessing_context", "prefetch_factor", "persistent_workers")
 NO_INDEXING = (torch.uint16, torch.uint32, torch.uint64)  # torch 2.8 cannot look up their rows
@@ -81,6 +81,7 @@ class Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         data: Any = self.dataset
         plain = getattr(type(data), "__getitem__", None) is TensorDataset.__getitem__
+        plain = plain and not hasattr(data, "__getitems__")  # which torch calls first
         if not plain or self.num_workers or self.collate_fn is not default_collate:
             return super().__iter__()
         whole = self.batch_sampler and all(t.dtype not in NO_INDEXING for t in data.tensors)
@@ -88,11 +89,12 @@ class Loader(DataLoader[Any]):
 
     def _look_up(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Yield what default_collate makes of the rows of each batch."""
+        pin = self.pin_memory and torch.cuda.is_available()
         for batch in self.batch_sampler or ():
             rows = torch.tensor(batch)
             # Indexing may keep the memory layout of a permuted tensor; stacking rows would not.
             parts = [tensor[rows].contiguous() for tensor in tensors]
-            yield [part.pin_memory() for part in parts] if self.pin_memory else parts
+            yield [part.pin_memory() for part in parts] if pin else parts
 
     def _get_iterator(self) -> Any:
         user_init_fn = self.worker_init_fn

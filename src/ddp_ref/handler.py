@@ -31,7 +31,8 @@ from .randomness import generator_state, seed_everything, set_generator_state
 from .signals import EXIT_CODE, Signalled, caught_signals
 
 FORMAT = 4  # of a checkpoint; another version's has none, or another number
-STATE = ("epoch", "step", "skipped", "samples_seen", "history", "settings", "data")  # in it
+# The attributes that a checkpoint contains.
+STATE = ("epoch", "step", "skipped", "samples_seen", "history", "settings", "data")
 
 
 class Handler:
@@ -110,6 +111,7 @@ class Handler:
         log: Callable[[str], Any] = print,
     ) -> None:
         options, metrics = dict(ddp_options or {}), {} if metrics is None else metrics
+        callbacks = list(callbacks)  # it may be a generator
         settings.check_numbers(accumulate, sync_every, clip_norm)
         settings.check_choices(precision, on_nonfinite, options if accumulate > 1 else {})
         settings.check_optimizer(optimizer, model)
@@ -474,7 +476,8 @@ class Handler:
         Raises:
             OSError: On all ranks, if the file cannot be written.
             TypeError: On all ranks, if a checkpoint cannot contain the state of some part.
-            FloatingPointError: On all ranks, if a weight is not finite. Nothing is saved then.
+            FloatingPointError: On all ranks, if a parameter is not finite or a buffer has a NaN.
+                Nothing is saved then.
             RuntimeError: On all ranks, if a parameter differs between ranks. Nothing is saved then.
         """
         check_replicas(self.module, self.distributed)

@@ -393,7 +393,11 @@ def _join(rank: int, parallel: Mapping[str, Any], device: str | None) -> DistInf
     """Open the group unless it is open, and check that it is the one in the configuration."""
     seconds, world_size = parallel.get("timeout"), parallel.get("world_size")
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    by_hand = world_size not in (None, 1) and detect_launch().master_addr is None
+    try:
+        launched = detect_launch().master_addr is not None
+    except ValueError:  # MPI, for one, which does not say where the ranks meet, but the file may
+        launched = False
+    by_hand = world_size not in (None, 1) and not launched
     names = ("rank", "world_size", "master_addr", "master_port") if by_hand else ()
     place: dict[str, Any] = {name: {**parallel, "rank": rank}.get(name) for name in names}
     info = initialize_ddp(timeout, backend="gloo" if device == "cpu" else None, **place)

@@ -50,9 +50,8 @@ HOST = "127.0.0.1"
 # A rank that loses its peer fails like this, or is aborted in C++. Such a failure is raised only if
 # there is no other.
 CONSEQUENCE = re.compile("connection (was likely )?(closed|reset)|broken pipe|SIGABRT", re.I)
-FAILURE_WINDOW = (
-    0.25  # seconds to keep collecting failures: a slow report may be about an earlier one
-)
+# Seconds to keep collecting failures: a slow report may be about an earlier one.
+FAILURE_WINDOW = 0.25
 CAUSE_WINDOW = 10.0  # the same if there are only consequences: the rank with the cause may end late
 
 
@@ -419,7 +418,9 @@ def _serve(report: str, parent: int, device: str) -> None:
         own = {n: v for n, v in of_main.__globals__.items() if not n.startswith("__")}
         vars(sys.modules["__main__"]).update(own)
         if pass_device:
-            first = next(iter(inspect.signature(func).parameters), "")
+            first = ""
+            with suppress(ValueError):  # a builtin has no signature
+                first = next(iter(inspect.signature(func).parameters), "")
             if args and first == "device":
                 args = (torch.device(device), *args)
             else:
@@ -445,7 +446,7 @@ def _die_with_parent(parent: int) -> None:
     parent_alive = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # with the pipe, input() would wait
     if sys.platform == "linux":
-        import fcntl  # Windows has no fcntl, and doctor must still start there to report it
+        import fcntl  # here, because Windows has none and must be able to import this module
 
         # The kernel kills the process group when the pipe closes. This works even if the process
         # is stopped, or if C code holds the GIL so that no Python thread can check anything.
