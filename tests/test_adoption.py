@@ -99,7 +99,10 @@ def test_errors_that_the_constructor_gives_in_one_line(options, text):
         ({"forward": lambda model, batch: {"a": 1, "b": 2}}, "outputs, targets.*, not a dict"),
         ({"metrics": {"none": lambda outputs, targets: None}}, "none must be one number: .*None"),
         ({"metrics": {"each": lambda outputs, targets: targets}}, "each must be one number: only"),
-        ({"size": 2, "loader": {"drop_last": True}}, "no batch of 3 samples"),
+        (
+            {"size": 2, "loader": {"drop_last": True}},
+            "rank 0 has no batch of training data: lower batch_size, which is 3,",
+        ),
         ({"loss_fn": lambda outputs, targets: 0.5}, "must return a tensor, not 0.5: leave out"),
         ({"loader": {"collate_fn": lambda rows: torch.ones(3, 4)}}, "must be .*, not a Tensor"),
         ({"loader": {"collate_fn": len}}, "of type int has: pass count= .* a collate_fn"),
@@ -196,7 +199,9 @@ def test_new_settings_of_the_optimizer_are_kept_or_a_warning_names_them(tmp_path
     saved.train(1)
     saved.save(tmp_path / "a.pt")
     handler = job(lr=0.01)
-    with pytest.warns(UserWarning, match=r"has lr=3\.0 instead of 0\.01: pass keep=\['lr'\]"):
+    with pytest.warns(
+        UserWarning, match=r"has lr=3\.0 instead of 0\.01\. To keep yours, pass keep=\['lr'\]"
+    ):
         handler.load(tmp_path / "a.pt")
     assert handler.optimizer.param_groups[0]["lr"] == 3.0
     handler = job(lr=0.01)
@@ -206,6 +211,9 @@ def test_new_settings_of_the_optimizer_are_kept_or_a_warning_names_them(tmp_path
     step = torch.optim.lr_scheduler.StepLR
     with pytest.raises(ValueError, match="the scheduler sets it: after the load, multiply each"):
         job(scheduler=lambda o: step(o, 3)).load(tmp_path / "a.pt", keep=("lr",))
+    job(lr=3.0, scheduler=lambda o: step(o, 3)).save(tmp_path / "scheduled.pt")
+    with pytest.warns(UserWarning, match="To keep yours, after the load, multiply each"):
+        job(lr=0.01, scheduler=lambda o: step(o, 3)).load(tmp_path / "scheduled.pt")
 
 
 def test_hooks_may_replace_the_data_set_eval_mode_and_run_before_validation(tmp_path):

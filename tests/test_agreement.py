@@ -32,10 +32,12 @@ def differing(rank):
         "lr of the optimizer's group 0": {"lr": (0.1, 0.2)[rank]},
         "metrics": {"metrics": {("a", "b")[rank]: accuracy}},
         "scheduler": {"scheduler": (None, lambda o: step(o, 1))[rank]},
-        "scheduler_unit": {"scheduler": lambda o: (step(o, 1), ("epoch", "step")[rank])},
-        "count": {"count": (None, len)[rank]},
+        "interval of the scheduler": {"scheduler": lambda o: (step(o, 1), ("epoch", "step")[rank])},
+        "use of count=": {"count": (None, len)[rank]},
         "run_dir": {"run_dir": f"folder{rank}"},
-        "Checkpoint": {"callbacks": [Checkpoint("folder", every_steps=2 + rank)]},
+        "Checkpoint (folder, every_epochs, every_steps, monitor, mode)": {
+            "callbacks": [Checkpoint("folder", every_steps=2 + rank)]
+        },
         "number of training items": {"size": 20 + rank},
     }
     for name, own in options.items():

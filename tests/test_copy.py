@@ -156,7 +156,7 @@ BUDGETS = {  # lines of code without docstrings and comments: what was reached, 
     "workers": (["workers.py"], 270),
     "handler": (["handler.py"], 540),
     "training": ([f"{name}.py" for name in TRAINING[:-1]], 1160),
-    "trainer": (["trainer.py"], 262),
+    "trainer": (["trainer.py"], 267),
     "package": (["**/*.py"], 3160),
 }
 

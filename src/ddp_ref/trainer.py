@@ -338,9 +338,7 @@ def _resolve(name: str, allow: Sequence[str]) -> Any:
         home = f"{named.__module__}.{named.__qualname__}.".replace("__mp_main__", "__main__")
         if home.startswith(tuple(f"{module}." for module in allowed)):
             return value
-    raise ValueError(
-        f"!pyobject {name} is not defined in {', '.join(allowed)}: add its module to allow="
-    )
+    raise ValueError(f"!pyobject {name} is not defined in {', '.join(allowed)}: extend allow=")
 
 
 def _set(config: Any, name: str, value: Any) -> None:
