@@ -78,7 +78,7 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
         for rank, value in enumerate(values):
             ranks.setdefault(str(value), []).append(rank)
         text = "; ".join(f"{v:.{LONGEST}} on rank {str(r)[1:-1]:.40}" for v, r in ranks.items())
-        way = "; pass the whole data set, in the same order, on each" if name in items else ""
+        way = "; pass the whole data set, in the same order, on each" if name.endswith(" items") else ""
         raise ValueError(f"all ranks must have the same {name}, but found {text:.600}{way}")
 
 
