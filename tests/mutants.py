@@ -80,8 +80,8 @@ random-items-compared
 best-after-the-step
     A full disk after the step's file leaves an older best.pt for ever.
     callbacks.py | tests/test_callbacks.py -k best_checkpoint
-    - if self.monitor:  # before the step's file
-    + if self.monitor and self._save():  # before the step's file
+    - if self.monitor and self._is_best(self.monitor):
+    + if self.monitor and not self._save() and self._is_best(self.monitor):
 validation-unseeded
     The workers of validation draw other numbers after a resume.
     handler.py | tests/test_handler.py -k test_in_one_process

@@ -105,9 +105,12 @@ def test_random_items_and_texts_that_differ_by_chance_are_no_error():
         return random.getstate(), torch.get_rng_state().tolist()
 
     def work():
-        for _ in range(6):  # the first draws of some are equal, those of others are not
+        rank = initialize_ddp(backend="gloo").rank
+        workers = {"num_workers": 1, "worker_init_fn": lambda worker: random.seed(rank)}
+        # The first draws of some are equal, those of others are not.
+        for options in ({}, {}, {}, {}, {"num_workers": 1}, workers):
             handler = job()
-            handler.set_train_loader(Flips(), 2)
+            handler.set_train_loader(Flips(), 2, **options)
             handler.set_val_loader(Flips(), 2)
             before = states()
             handler.train(0)
@@ -136,6 +139,57 @@ def test_items_are_drawn_once_per_loader_and_in_a_worker_if_there_are_any():
             return data.reads
 
         assert run_ranks(work, nproc=2, timeout=LIMIT) == [0 if workers else 4] * 2
+
+
+class Local:
+    """A metric object that does not reduce over ranks."""
+
+    def reset(self):
+        self.values = []
+
+    def update(self, outputs, targets):
+        self.values.append(len(targets))
+
+    def compute(self):
+        return sum(self.values)
+
+
+class Scores(Callback):
+    """Add another score on each rank, in the first epoch alone."""
+
+    records = ("score",)
+
+    def on_epoch_end(self):
+        if self.handler.epoch == 1:
+            self.handler.history["score"] = [float(self.handler.rank)]
+
+
+def test_numbers_that_differ_and_a_rank_that_does_not_load_are_an_error_on_all(tmp_path):
+    def work():
+        handler = job(metrics={"items": Local()})
+        handler.set_val_loader(Points(9), 3)
+        text = r"metric 'items' differs between ranks, \[5.0, 4.0\]: its compute\(\) must reduce"
+        assert raised(ValueError, handler.train, 1).args[0].startswith(text.replace("\\", ""))
+        monitor = Checkpoint(tmp_path, every_epochs=None, monitor="score")
+        error = raised(ValueError, job(callbacks=[Scores(), monitor]).train, 1)
+        assert str(error).startswith("score differs between ranks, ['[0.0]', '[1.0]']: append")
+        call = handler.train if handler.rank else handler.load
+        error = raised(ValueError, call, 2 if handler.rank else tmp_path)
+        assert str(error).startswith("rank 0 in Handler.load; rank 1 in Handler.train or validate")
+
+    run_ranks(work, nproc=2, timeout=LIMIT)
+
+
+def test_the_best_stays_if_an_epoch_adds_no_score_and_is_loaded_if_there_is_no_other(tmp_path):
+    class Killed(Checkpoint):
+        def on_train_end(self):
+            pass
+
+    keeper = Killed(tmp_path, every_epochs=None, monitor="score")
+    job(8, 4, callbacks=[Scores(), keeper]).train(3)
+    handler = job(8, 4)
+    handler.load(tmp_path)
+    assert handler.epoch == 1
 
 
 class Normalized(nn.Module):

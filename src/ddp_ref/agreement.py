@@ -6,6 +6,7 @@ Ranks that differ would wait for each other, or silently train wrongly.
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,22 +64,28 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
         loaders: This rank's loaders by name; some of their items must be the same.
         device: This rank's device.
     """
-    items = {f"{name} items": items_of(loader, device) for name, loader in loaders.items()}
-    every = exchange_objects({**own, **items})
+    # In a worker if any loader has one: a file that is opened here would be shared by all forks.
+    fork = any(loader and loader.num_workers for loader in loaders.values())
+    items = {f"{name} items": items_of(loader, device, fork) for name, loader in loaders.items()}
+    every = exchange_objects({**own, **items}, "Handler.train or validate")
     for name in dict.fromkeys(name for each in every for name in each):
         values = [each.get(name, MISSING) for each in every]
         if all(value == values[0] for value in values):
             continue
         if name in items and MISSING not in values:
             loader = loaders[name.removesuffix(" items")]
-            again = all(items_of(loader, device) == items[name] for _ in range(DRAWS))
+            again = items_of(loader, device, fork, DRAWS) == items[name]
             if not all(exchange_objects(again)):
                 continue  # the items are random
         ranks: dict[str, list[int]] = {}
         for rank, value in enumerate(values):
             ranks.setdefault(str(value), []).append(rank)
         text = "; ".join(f"{v:.{LONGEST}} on rank {str(r)[1:-1]:.40}" for v, r in ranks.items())
-        way = "; pass the whole data set, in the same order, on each" if name.endswith(" items") else ""
+        way = (
+            "; pass the whole data set, in the same order, on each"
+            if name.endswith(" items")
+            else ""
+        )
         raise ValueError(f"all ranks must have the same {name}, but found {text:.600}{way}")
 
 
@@ -119,29 +126,43 @@ def _norm(value: Tensor) -> Any:
     return torch.linalg.vector_norm(real, dtype=torch.float64)
 
 
-def items_of(loader: DataLoader[Any] | None, device: torch.device) -> str:
+def items_of(
+    loader: DataLoader[Any] | None, device: torch.device, fork: bool, times: int = 1
+) -> str:
     """Return what identifies some items of a loader's data set, the first and the last among them.
 
-    They are drawn through the loader's own settings, in a worker if it has any, so that no file is
-    opened before a fork. All ranks draw with the same seed. With a sampler of the user's, which may
-    ask for other items, nothing is drawn.
+    They are drawn `times` times through the loader's own settings, with the same seed on all ranks;
+    draws that differ are all in the text. With a sampler of the user's, which may ask for other
+    items, nothing is drawn.
     """
     if loader is None or type(loader.sampler) not in (TrainSampler, range):
         return ""
-    size, workers = len(loader.dataset), min(loader.num_workers, 1)  # type: ignore[arg-type]
-    names = ("worker_init_fn", "timeout", "multiprocessing_context") if workers else ()
-    options: dict[str, Any] = {name: getattr(loader, name) for name in names}
-    options |= {"num_workers": workers, "generator": torch.Generator().manual_seed(0)}
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"num_workers": int(fork), "generator": torch.Generator()}
+    if fork:
+        options |= {n: getattr(loader, n) for n in ("timeout", "multiprocessing_context")}
+        options["worker_init_fn"] = partial(_start, loader.worker_init_fn)
     state = generator_state(device)
     seed_everything(0)
     try:
         which = [part * (size - 1) // (DRAWN - 1) for part in range(DRAWN)] if size else []
-        drawn = "".join(
-            DataLoader(loader.dataset, batch_sampler=[which], collate_fn=_described, **options)
-        )
+        options |= {"batch_sampler": [which] * times, "collate_fn": _seeded}
+        drawn = " or ".join(dict.fromkeys(DataLoader(loader.dataset, **options)))
     finally:
         set_generator_state(state, device)
     return drawn if len(drawn) <= LONGEST else f"{drawn[:LONGEST]}... {zlib.crc32(drawn.encode())}"
+
+
+def _start(user_init_fn: Any, worker: int) -> None:
+    """Start the worker that draws: the user's function may seed each rank differently."""
+    if user_init_fn:
+        user_init_fn(worker)
+    seed_everything(0)
+
+
+def _seeded(items: Any) -> str:
+    seed_everything(0)  # the next draw begins like this one
+    return _described(items)
 
 
 def _described(value: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint import NAME, numbered, step_of
+from .collectives import exchange_objects
 from .settings import check_count
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class EarlyStopping(Callback):
             self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
-        values = self.handler.history[self.monitor]
+        values = self.handler.history.get(self.monitor, [])
         if (waited := _epochs_since_best(values, self.min_delta, self.mode)) >= self.patience:
             self.handler.log(f"{self.monitor} has not improved for {waited} epochs: stopping")
             self.handler.stop()
@@ -144,6 +145,7 @@ class Checkpoint(Callback):
 
     def on_train_start(self) -> None:
         self._saved = self.handler.step, self.handler.epoch
+        self._known = len(self.handler.history.get(self.monitor or "", []))
         if self.handler.rank == 0:
             for left_over in self.folder.glob(".*.pt.tmp"):  # of a killed save
                 left_over.unlink(missing_ok=True)
@@ -159,12 +161,23 @@ class Checkpoint(Callback):
             self._save()
 
     def on_epoch_end(self) -> None:
-        if self.monitor:  # before the step's file: a run that dies between the two repeats both
-            values = self.handler.history[self.monitor]
-            if math.isfinite(values[-1]) and _epochs_since_best(values, 0.0, self.mode) == 0:
-                self.handler.save(self.folder / "best.pt")
+        # best.pt comes before the step's file: a run that dies between the two repeats both.
+        if self.monitor and self._is_best(self.monitor):
+            self.handler.save(self.folder / "best.pt")
         if self.every_epochs and self.handler.epoch % self.every_epochs == 0:
             self._save()
+
+    def _is_best(self, monitor: str) -> bool:
+        """Say whether the epoch has added the best value so far; all ranks must have the same."""
+        values = self.handler.history.get(monitor, [])
+        new, self._known = values[self._known :], len(values)
+        found = exchange_objects(repr(new)) if self.handler.distributed else []
+        if len({*found}) > 1:
+            raise ValueError(
+                f"{monitor} differs between ranks, {found}: append the same number on all of them"
+            )
+        best = _epochs_since_best(values, 0.0, self.mode) == 0
+        return bool(new) and math.isfinite(new[-1]) and best
 
     def on_train_end(self) -> None:
         if self._saved != (self.handler.step, self.handler.epoch):

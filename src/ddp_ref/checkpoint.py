@@ -109,7 +109,7 @@ def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
     a warning for each damaged file that is passed over.
 
     Returns:
-        The checkpoint's path and state; None if the folder has no checkpoint.
+        The checkpoint's path and state, best.pt's if there is no other; None if there is none.
 
     Raises:
         DamagedCheckpoint: If the file, or every checkpoint in the folder, is damaged.
@@ -128,7 +128,8 @@ def find(path: str | Path) -> tuple[Path, dict[str, Any]] | None:
         raise DamagedCheckpoint(
             f"all checkpoints in {path} are damaged: move them away to start from scratch"
         )
-    return None
+    best = path / "best.pt"  # all there is with every_epochs=None
+    return (best, read(best)) if best.is_file() else None
 
 
 def numbered(folder: str | Path) -> list[Path]:
@@ -197,7 +198,8 @@ def check_fits(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> 
         if saved[name] != value:
             raise ValueError(
                 f"{path} was saved with {name} {saved[name]!r}, not {value!r}: create this "
-                "Handler with the same value, or start from scratch in another folder"
+                "Handler with the same value, or take only the weights: "
+                'model.load_state_dict(torch.load(path)["model"])'
             )
 
 

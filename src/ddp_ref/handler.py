@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from . import checkpoint, data as loading, model as models, settings
 from .agreement import check_replicas, check_same, shared
 from .callbacks import Callback, Checkpoint, check_monitors, ordered
-from .collectives import gather_objects
+from .collectives import exchange_objects, gather_objects
 from .decorators import on_rank
 from .initialize import CPU
 from .metrics import Sums, accumulates, compute_objects, count_of, reset_objects, weight_of
@@ -258,6 +258,8 @@ class Handler:
                 there is a scheduler, which sets it.
         """
         settings.check_keep(keep, self.optimizer, self.scheduler)
+        if self.distributed:
+            exchange_objects(None, "Handler.load")  # a rank that does not load is named
         found = self._on_rank_0(lambda: checkpoint.find(path), broadcast=True)
         if found is None:
             self.log(f"no checkpoint in {path}: starting from scratch")

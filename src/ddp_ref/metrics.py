@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -161,7 +162,7 @@ def compute_objects(
     Raises:
         ValueError: On all ranks, if only some ranks have a sample for an object of torchmetrics
             that collects lists, which cannot be gathered from a rank that has none. Or if
-            `compute` does not return one number.
+            `compute` does not return one number, or another number on another rank.
     """
     every = exchange_objects(has_samples) if distributed and objects else [has_samples]
     values = {}
@@ -172,7 +173,15 @@ def compute_objects(
                 "least one sample per rank, or a metric that adds up numbers"
             )
         values[name] = float(number(name, metric.compute())) if any(every) else math.nan
-    return values
+    per_rank = exchange_objects(values) if distributed and objects else [values]
+    for name in values:
+        found = [each[name] for each in per_rank]
+        if not np.allclose(found, found[0], rtol=1e-6, atol=0, equal_nan=True):
+            raise ValueError(
+                f"metric {name!r} differs between ranks, {found}: its compute() must reduce over "
+                "all ranks, as those of torchmetrics do"
+            )
+    return per_rank[0]
 
 
 def _collects_lists(metric: Any) -> bool:

@@ -81,6 +81,8 @@ def check_functions(loss_fn: Any, metrics: Any, callbacks: Any) -> None:
                 f"{name} must be a function of outputs and targets, or an object such as "
                 f"nn.CrossEntropyLoss(), not {function!r:.60}"
             )
+    if getattr(loss_fn, "reduction", "mean") == "sum":
+        raise ValueError('loss_fn must be a mean, not a sum: use reduction="mean"')
     for callback in callbacks:
         if isinstance(callback, type) or hasattr(callback, "handler"):
             raise TypeError(
