@@ -7,6 +7,7 @@ ROUNDS ?= 8
 SEED ?= 1166
 SITE ?= build/site
 SLURM_ARGS ?=
+SCRIPT ?= scripts/multinode_slurm.py
 PIP_ARGS ?=
 TORCH ?=
 
@@ -65,7 +66,7 @@ run-torchrun: $(READY)  ## train in NPROC processes with torchrun, resuming from
 run-slurm: $(READY)  ## train on two nodes of your Slurm, else of slurm-up's
 	@timeout 5 sinfo > /dev/null 2>&1 || { $(CLUSTER) up && export SLURM_CONF=$(CLUSTER_CONF); } && \
 		export PYTHON=$(BIN)/python && set -x && salloc --nodes=2 --ntasks-per-node=$(NPROC) $(SLURM_ARGS) \
-		bash scripts/slurm/multiple_nodes_single_gpu_slurm_job.sh scripts/multinode_slurm.py $(ARGS)
+		bash scripts/slurm/multiple_nodes_single_gpu_slurm_job.sh $(SCRIPT) $(ARGS)
 
 slurm-up:  ## start a Slurm cluster on this machine: two hosts, as root
 	@$(CLUSTER) up
@@ -73,8 +74,8 @@ slurm-up:  ## start a Slurm cluster on this machine: two hosts, as root
 slurm-down:  ## stop that cluster and all its jobs
 	@$(CLUSTER) down
 
-run-reference: $(READY)  ## train in NPROC processes with ddp_ref, from a YAML file
-	$(BIN)/python scripts/train_from_yaml.py --config scripts/configs/digits.yaml --nproc $(NPROC) $(ARGS)
+run-reference: $(READY)  ## train in NPROC processes with torchrun and ddp_ref, resuming from checkpoints/
+	$(TORCHRUN) scripts/train_reference.py $(ARGS)
 
 notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (.ipynb)
 	$(BIN)/python notebooks/build.py $(ARGS)
@@ -179,6 +180,6 @@ format: $(READY)  ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:  ## remove all .venv, caches, checkpoint.pt, snapshot.pt and runs
-	rm -rf .venv .venv-* build runs .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt* snapshot.pt* *.egg-info
+clean:  ## remove all .venv, caches, runs and what they saved
+	rm -rf .venv .venv-* build runs checkpoints .mypy_cache .pytest_cache .ruff_cache .hypothesis checkpoint.pt* snapshot.pt* *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,8 @@
-"""What the four scripts share: the data, the accuracy, the command line and the files."""
+"""What the five scripts share: the data, the accuracy, the command line and the files."""
 
 import argparse
 import os
 import sys
-import zlib
 from pathlib import Path
 
 import torch
@@ -14,10 +13,7 @@ from torch.utils.data import TensorDataset
 
 
 class MyTrainDataset(TensorDataset):
-    """1,797 handwritten digits of 8 x 8 pixels: 1,440 to train on, or the 357 others to test.
-
-    An item is an image (64,), float32 in 0..1, and its digit, int64: the same in every process.
-    """
+    """1,440 handwritten digits to train on, or 357 others to test: images (64,) in 0..1, digits."""
 
     def __init__(self, *, train=True):
         images, digits = load_digits(return_X_y=True)
@@ -38,8 +34,8 @@ def count_right(model, data, device):
     return totals
 
 
-def parse_args(description, nproc=False, share_gpus=False, launched=False):
-    """Parse the tutorial series' command line, and two more flags; a wrong value is one line."""
+def parse_args(description, nproc=False, launched=False):
+    """Parse the tutorial series' command line, and perhaps --nproc; a wrong value is one line."""
     parser = argparse.ArgumentParser(description=description, usage=argparse.SUPPRESS)
     parser.add_argument("total_epochs", type=int, nargs="?", default=20, help="default: 20")
     parser.add_argument("save_every", type=int, nargs="?", default=5, help="in epochs, default: 5")
@@ -47,25 +43,21 @@ def parse_args(description, nproc=False, share_gpus=False, launched=False):
     if nproc:
         most = max(2, torch.cuda.device_count())
         parser.add_argument("--nproc", type=int, default=most, help="default: one per GPU, or 2")
-    if share_gpus:
-        shared = os.environ.get("DDP_SHARE_GPUS") == "1"
-        parser.add_argument("--share_gpus", action="store_true", default=shared, help="among ranks")
     args = parser.parse_args()
     for name, value in vars(args).items():
-        if value < 1 and name != "share_gpus":
+        if value < 1:
             parser.error(f"{name} must be at least 1, not {value}")
     if launched is not None and launched != ("LOCAL_WORLD_SIZE" in os.environ):  # by torchrun
         parser.error(f"start with {'torchrun' if launched else 'python'}, as the first line shows")
     return args
 
 
-def describe(device, processes, steps):
+def describe(device, processes, steps, here=None):
     """Return the first line to print. It says why processes train on the CPU beside a GPU."""
-    gpus, here = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    where = device.type
+    here = here or int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # on this machine
+    where, gpus = device.type, torch.cuda.device_count()
     if where == "cpu" and gpus:
-        hint = "; --share_gpus to share" if here == processes else ""
-        where += f" ({gpus} GPU{'s' * (gpus > 1)} for {here} processes{hint})"
+        where += f" ({gpus} GPU{'s' * (gpus > 1)} for {here} processes)"
     return f"processes: {processes} | device: {where} | steps per epoch: {steps}"
 
 
@@ -76,14 +68,14 @@ def on_cpu(content):
     return content.cpu() if isinstance(content, torch.Tensor) else content
 
 
-def save(path, content):
+def save(path, content, epoch):
     """Replace the file at `path` in one step: a crash leaves the old file or the new one."""
     with Path(f"{path}.tmp").open("wb") as file:
         torch.save(on_cpu(content), file)
         file.flush()
         os.fsync(file.fileno())
     Path(f"{path}.tmp").replace(path)
-    print(f"saved {path}")
+    print(f"saved {path} after epoch {epoch}")
 
 
 def load(path, model):
@@ -96,8 +88,3 @@ def load(path, model):
         return {key: snapshot[key] for key in ("optimizer", "epochs_run")}
     except Exception as error:  # noqa: BLE001 - a file of another program can raise anything
         sys.exit(f"error: {path} is no snapshot of this model, move it away ({error!r:.60})")
-
-
-def checksum(path):
-    """Return a number that differs if the file at `path` does; 0 if there is no file."""
-    return zlib.crc32(Path(path).read_bytes()) if Path(path).exists() else 0

@@ -13,15 +13,14 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 import datautils
 
 
-def ddp_setup(rank, world_size, share_gpus):
+def ddp_setup(rank, world_size):
     """Join the process group; return this process's device."""
-    gpus = torch.cuda.device_count()
-    if gpus == 0 or (gpus < world_size and not share_gpus):  # a GPU for each process, or the CPU
+    os.environ.setdefault("MASTER_ADDR", "localhost")  # where the processes meet
+    os.environ.setdefault("MASTER_PORT", "12355")
+    if torch.cuda.device_count() < world_size:  # a GPU for each process, or the CPU
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         return torch.device("cpu")
-    if gpus < world_size:  # NCCL must take each process for one on another machine
-        os.environ.update(NCCL_HOSTID=str(os.getpid()), NCCL_SOCKET_IFNAME="lo")
-    device = torch.device("cuda", rank % gpus)
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", rank=rank, world_size=world_size, device_id=device)
     return device
@@ -59,34 +58,33 @@ class Trainer:
         if dist.get_rank() == 0:
             print(f"epoch {epoch} | loss {loss:.4f} | test accuracy {accuracy:.4f}")
 
-    def _save_checkpoint(self):
-        datautils.save("checkpoint.pt", self.model.module.state_dict())
+    def _save_checkpoint(self, epoch):
+        datautils.save("checkpoint.pt", self.model.module.state_dict(), epoch)
 
     def train(self, max_epochs):
         for epoch in range(1, max_epochs + 1):
             self._run_epoch(epoch)
             if dist.get_rank() == 0 and (epoch % self.save_every == 0 or epoch == max_epochs):
-                self._save_checkpoint()
+                self._save_checkpoint(epoch)
 
 
 def load_train_objs():
     torch.manual_seed(0)
-    train_set, test_set = datautils.MyTrainDataset(), datautils.MyTrainDataset(train=False)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return train_set, test_set, model, optimizer
+    return datautils.MyTrainDataset(), model, optimizer
 
 
 def prepare_dataloader(dataset, batch_size):
     return DataLoader(dataset, batch_size, sampler=DistributedSampler(dataset))
 
 
-def main(rank, world_size, save_every, total_epochs, batch_size, share_gpus=False):
-    device = ddp_setup(rank, world_size, share_gpus)
-    train_set, test_set, model, optimizer = load_train_objs()
+def main(rank, world_size, save_every, total_epochs, batch_size):
+    device = ddp_setup(rank, world_size)
+    train_set, model, optimizer = load_train_objs()
     train_data = prepare_dataloader(train_set, batch_size)
-    test_part = Subset(test_set, range(rank, len(test_set), world_size))  # no item twice
-    test_data = DataLoader(test_part, batch_size)
+    test_set = datautils.MyTrainDataset(train=False)  # each process tests its own part of it
+    test_data = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size)
     if rank == 0:
         print(datautils.describe(device, world_size, len(train_data)))
     Trainer(model, train_data, optimizer, device, save_every, test_data).train(total_epochs)
@@ -94,9 +92,7 @@ def main(rank, world_size, save_every, total_epochs, batch_size, share_gpus=Fals
 
 
 if __name__ == "__main__":
-    args = datautils.parse_args(__doc__, nproc=True, share_gpus=True)
-    os.environ["MASTER_ADDR"] = "localhost"  # where the processes meet
+    args = datautils.parse_args(__doc__, nproc=True)
     os.environ["MASTER_PORT"] = str(20_000 + os.getpid() % 10_000)  # two jobs rarely collide
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # or each would use all cores
-    job = args.nproc, args.save_every, args.total_epochs, args.batch_size, args.share_gpus
-    mp.spawn(main, args=job, nprocs=args.nproc)
+    mp.spawn(main, (args.nproc, args.save_every, args.total_epochs, args.batch_size), args.nproc)

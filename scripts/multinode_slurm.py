@@ -5,6 +5,8 @@ srun --ntasks-per-node=2 --kill-on-bad-exit=1 python -u scripts/multinode_slurm.
 
 import os
 import sys
+import zlib
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,15 +28,12 @@ def read_slurm():
     os.environ["LOCAL_WORLD_SIZE"] = str(len(os.environ["SLURM_GTIDS"].split(",")))
 
 
-def ddp_setup(share_gpus):
+def ddp_setup():
     """Join the process group; return this process's device."""
-    gpus, processes = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-    if gpus == 0 or (gpus < processes and not share_gpus):  # a GPU for each process, or the CPU
+    if torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):  # a GPU each, or the CPU
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    if gpus < processes:  # NCCL must take each process for one on another machine
-        os.environ.update(NCCL_HOSTID=str(os.getpid()), NCCL_SOCKET_IFNAME="lo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device
@@ -83,7 +82,7 @@ class Trainer:
 
     def _save_snapshot(self, epoch):
         snapshot = {"model": self.model.module.state_dict(), "epochs_run": epoch}
-        datautils.save("snapshot.pt", snapshot | {"optimizer": self.optimizer.state_dict()})
+        datautils.save("snapshot.pt", snapshot | {"optimizer": self.optimizer.state_dict()}, epoch)
 
     def train(self, max_epochs):
         for epoch in range(self.epochs_run + 1, max_epochs + 1):
@@ -94,10 +93,9 @@ class Trainer:
 
 def load_train_objs():
     torch.manual_seed(0)
-    train_set, test_set = datautils.MyTrainDataset(), datautils.MyTrainDataset(train=False)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return train_set, test_set, model, optimizer
+    return datautils.MyTrainDataset(), model, optimizer
 
 
 def prepare_dataloader(dataset, batch_size):
@@ -105,20 +103,18 @@ def prepare_dataloader(dataset, batch_size):
 
 
 @record  # so that torchrun shows the traceback of the process that failed first
-def main(save_every, total_epochs, batch_size, share_gpus=False):
-    if share_gpus and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-        sys.exit("error: --share_gpus works on one node only")
+def main(save_every, total_epochs, batch_size):
     print(f"rank {os.environ['RANK']} on {os.uname().nodename}, {torch.cuda.device_count()} GPUs")
-    device = ddp_setup(share_gpus)
+    device = ddp_setup()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    seen = [None] * world_size
-    dist.all_gather_object(seen, datautils.checksum("snapshot.pt"))
+    seen, snapshot = [None] * world_size, Path("snapshot.pt")
+    dist.all_gather_object(seen, snapshot.exists() and zlib.crc32(snapshot.read_bytes()))
     if len(set(seen)) > 1:
         sys.exit("error: the nodes see different snapshots: train in a shared folder")
-    train_set, test_set, model, optimizer = load_train_objs()
+    train_set, model, optimizer = load_train_objs()
     train_data = prepare_dataloader(train_set, batch_size)
-    test_part = Subset(test_set, range(rank, len(test_set), world_size))  # no item twice
-    test_data = DataLoader(test_part, batch_size)
+    test_set = datautils.MyTrainDataset(train=False)  # each process tests its own part of it
+    test_data = DataLoader(Subset(test_set, range(rank, len(test_set), world_size)), batch_size)
     if rank == 0:
         print(datautils.describe(device, world_size, len(train_data)))
     Trainer(model, train_data, optimizer, device, save_every, test_data).train(total_epochs)
@@ -126,7 +122,7 @@ def main(save_every, total_epochs, batch_size, share_gpus=False):
 
 
 if __name__ == "__main__":
-    args = datautils.parse_args(__doc__, share_gpus=True, launched=None)
+    args = datautils.parse_args(__doc__, launched=None)
     if "RANK" not in os.environ:
         read_slurm()
-    main(args.save_every, args.total_epochs, args.batch_size, args.share_gpus)
+    main(args.save_every, args.total_epochs, args.batch_size)

@@ -36,22 +36,21 @@ class Trainer:
         loss, accuracy = totals[0] / totals[1], right[0] / right[1]
         print(f"epoch {epoch} | loss {loss:.4f} | test accuracy {accuracy:.4f}")
 
-    def _save_checkpoint(self):
-        datautils.save("checkpoint.pt", self.model.state_dict())
+    def _save_checkpoint(self, epoch):
+        datautils.save("checkpoint.pt", self.model.state_dict(), epoch)
 
     def train(self, max_epochs):
         for epoch in range(1, max_epochs + 1):
             self._run_epoch(epoch)
             if epoch % self.save_every == 0 or epoch == max_epochs:
-                self._save_checkpoint()
+                self._save_checkpoint(epoch)
 
 
 def load_train_objs():
     torch.manual_seed(0)
-    train_set, test_set = datautils.MyTrainDataset(), datautils.MyTrainDataset(train=False)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return train_set, test_set, model, optimizer
+    return datautils.MyTrainDataset(), model, optimizer
 
 
 def prepare_dataloader(dataset, batch_size):
@@ -59,9 +58,9 @@ def prepare_dataloader(dataset, batch_size):
 
 
 def main(device, total_epochs, save_every, batch_size):
-    train_set, test_set, model, optimizer = load_train_objs()
+    train_set, model, optimizer = load_train_objs()
     train_data = prepare_dataloader(train_set, batch_size)
-    test_data = DataLoader(test_set, batch_size)
+    test_data = DataLoader(datautils.MyTrainDataset(train=False), batch_size)
     print(datautils.describe(device, 1, len(train_data)))
     Trainer(model, train_data, optimizer, device, save_every, test_data).train(total_epochs)
 

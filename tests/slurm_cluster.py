@@ -169,7 +169,7 @@ def project_folder(folder: Path) -> Path:
 def weights(folder: Path) -> list[torch.Tensor]:
     """Return the weights that a script has saved in `folder`."""
     files = [*folder.glob("snapshot.pt"), *folder.glob("checkpoint.pt")]
-    files += sorted(folder.glob("runs/*/step_*.pt"))
+    files += sorted([*folder.glob("runs/*/step_*.pt"), *folder.glob("checkpoints/step_*.pt")])
     content = torch.load(files[-1], weights_only=True)
     return list(content.get("model", content).values())
 

@@ -51,17 +51,17 @@ def test_a_wrong_value_is_one_line(monkeypatch, capsys, arguments, said):
 
 KILLED = """if True:
     import resource, signal, torch, datautils
-    datautils.save("checkpoint.pt", {"weight": torch.ones(2)})
+    datautils.save("checkpoint.pt", {"weight": torch.ones(2)}, 1)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    datautils.save("checkpoint.pt", {"weight": torch.zeros(100_000)})
+    datautils.save("checkpoint.pt", {"weight": torch.zeros(100_000)}, 2)
 """
 
 
 def test_a_crash_during_a_save_leaves_the_old_file(tmp_path):
     """The kernel kills the process when it has written 100 kB of 400."""
     ended = run(sys.executable, "-c", KILLED, cwd=tmp_path)
-    assert (ended.code, ended.stdout) == (-signal.SIGXFSZ, "saved checkpoint.pt\n")
+    assert (ended.code, ended.stdout) == (-signal.SIGXFSZ, "saved checkpoint.pt after epoch 1\n")
     assert (tmp_path / "checkpoint.pt.tmp").stat().st_size == 100_000
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert torch.equal(saved["weight"], torch.ones(2))

@@ -140,6 +140,15 @@ def test_the_tutorials_snapshot():
     assert unbroken not in (resumed, train_as_the_tutorial(20, 5, after)[1])
 
 
+@pytest.mark.parametrize("decorator", ["", "@record"])
+def test_torchrun_shows_a_traceback_only_of_a_recorded_main(tmp_path, decorator):
+    lines = ["from torch.distributed.elastic.multiprocessing.errors import record", decorator]
+    lines += ["def main():", "    raise ValueError('the cause')", "main()"]
+    (tmp_path / "fails.py").write_text("\n".join(lines))
+    report = run(*torchrun(1, "fails.py"), cwd=tmp_path).stderr.partition("Root Cause")[2]
+    assert report and ("ValueError: the cause" in report) == bool(decorator)
+
+
 def test_a_save_that_fails_loses_the_old_file(tmp_path):
     path = tmp_path / "snapshot.pt"
     torch.save({"weight": torch.ones(2)}, path)

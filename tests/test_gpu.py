@@ -43,7 +43,7 @@ def command(script, nproc=GPUS):
     return torchrun(nproc, path)
 
 
-WITH_RANKS = ["multigpu_spawn", "multigpu_torchrun", "multinode_slurm"]
+WITH_RANKS = ["multigpu_spawn", "multigpu_torchrun", "multinode_slurm", "train_reference"]
 
 
 @pytest.mark.parametrize("script", ["single_gpu", *WITH_RANKS])
@@ -53,7 +53,7 @@ def test_the_scripts_train_on_gpus(tmp_path, script):
     assert "device: cuda" in text
     accuracies = [float(line.split()[-1]) for line in text.splitlines() if "test accuracy" in line]
     assert accuracies[-1] > 0.9
-    (checkpoint,) = tmp_path.glob("*.pt")
+    (checkpoint,) = tmp_path.rglob("*.pt")
     assert b"cuda:" not in checkpoint.read_bytes()  # torch.load needs no map_location
 
 
@@ -66,16 +66,9 @@ def test_a_snapshot_from_gpus_resumes_on_the_cpu(tmp_path):
 
 @pytest.mark.parametrize("script", WITH_RANKS)
 def test_more_processes_than_gpus(tmp_path, script):
-    """They train on the CPU and say so, or share the GPUs if you ask for that: the same numbers."""
-    weights = []
-    for flags, device in (([], f"cpu ({GPUS} GPU"), (["--share_gpus"], "cuda |")):
-        text = run_cleanly(*command(script, GPUS + 1), "1", *flags, cwd=tmp_path)
-        assert f"processes: {GPUS + 1} | device: {device}" in text
-        (file,) = tmp_path.glob("*t.pt")
-        content = torch.load(file, map_location="cpu", weights_only=True)
-        weights.append(dict(content.get("model", content)))
-        file.unlink()
-    torch.testing.assert_close(*weights, rtol=0, atol=1e-3)
+    """They train on the CPU and say so."""
+    text = run_cleanly(*command(script, GPUS + 1), "1", cwd=tmp_path)
+    assert f"device: cpu ({GPUS} GPU{'s' * (GPUS > 1)} for {GPUS + 1} processes)" in text
 
 
 @pytest.mark.parametrize(("nproc", "device"), [(GPUS, "cuda"), (GPUS + 1, "cpu")])

@@ -6,12 +6,11 @@ import sys
 
 import pytest
 from harness import SCRIPTS
-from slurm_cluster import DIGITS, Job, assert_close, edited, project_folder, trained_here, weights
+from slurm_cluster import Job, assert_close, edited, project_folder, trained_here, weights
 
 pytestmark = pytest.mark.slurm
 EPOCHS = 3
-JOB = [sys.executable, SCRIPTS / "train_from_yaml.py", "--config", DIGITS]
-JOB += ["--set", f"training.num_epochs={EPOCHS}"]
+JOB = [sys.executable, SCRIPTS / "train_reference.py", str(EPOCHS)]
 TWO_HOSTS = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
 
 

@@ -1,15 +1,16 @@
-"""The four scripts train: real processes, real data, weights compared."""
+"""The ladder's scripts train: real processes, real data, weights compared."""
 
 import os
 import re
 import shutil
+import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, SCRIPTS, Result, run, torchrun
+from harness import ROOT, SCRIPTS, Result, Running, run, torchrun
 from torch import nn
 
 import datautils
@@ -23,7 +24,7 @@ def train(folder: Path, script: str, nproc: int, *arguments: str) -> Result:
     """Run a script to its end in `folder`, not in its own folder, and return what it printed."""
     path = SCRIPTS / f"{script}.py"
     command = torchrun(nproc, path)
-    if script == "single_gpu":
+    if script == "single_gpu" or (nproc == 1 and script == "train_reference"):
         command = [sys.executable, path]
     elif script == "multigpu_spawn":
         command = [sys.executable, path, "--nproc", str(nproc)]
@@ -100,6 +101,39 @@ def test_ranks(tmp_path, one_process, script):
     assert_equal(model.state_dict(), state)
 
 
+def test_spawned_processes_use_one_thread(tmp_path):
+    script = SCRIPTS / "multigpu_spawn.py"
+    command = ["env", "-u", "OMP_NUM_THREADS", sys.executable, script, "100", "--nproc=2"]
+    with Running(*command, cwd=tmp_path) as running:
+        running.wait_for("epoch 1 |")
+        ranks = [p for p in running.processes() if "spawn_main" in " ".join(p.cmdline())]
+        assert [rank.environ().get("OMP_NUM_THREADS") for rank in ranks] == ["1", "1"]
+
+
+def test_the_last_rung_stops_on_a_signal_and_resumes(tmp_path):
+    """So does plain python, which trains in one process, and then has nothing left to train."""
+    command = [*torchrun(2, SCRIPTS / "train_reference.py"), "60", "1000"]
+    states = []
+    for name, told in (("whole", False), ("broken", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        if told:
+            with Running(*command, cwd=folder) as running:
+                running.wait_for("epoch 2 |")
+                running.process.send_signal(signal.SIGTERM)
+                stopped = running.wait()
+            assert stopped.code and "ended by a signal at step" in stopped.stdout
+        ended = run(*command, cwd=folder)
+        assert ended.code == 0, ended.stderr
+        assert "processes: 2 | device: cpu | steps per epoch: 23\n" in ended.stdout
+        assert ("loaded checkpoints/step_" in ended.stdout) == told
+        assert float(re.findall(r"\ntest accuracy (.+)\n", ended.stdout)[0]) > 0.95
+        states.append(weights(folder / f"checkpoints/step_{60 * 23:09}.pt"))
+    assert_equal(*states)
+    alone = train(tmp_path / "whole", "train_reference", 1, "60").stdout
+    assert "processes: 1 | device: cpu |" in alone and "nothing to train: 60 of 60" in alone
+
+
 TORCHRUN_OR_PYTHON = r"(\S+ )?error: .*(torchrun|python).*"
 
 
@@ -110,11 +144,6 @@ TORCHRUN_OR_PYTHON = r"(\S+ )?error: .*(torchrun|python).*"
         ("multigpu_torchrun", {}, TORCHRUN_OR_PYTHON),
         ("multinode_slurm", {"MASTER_ADDR": "n1", "MASTER_PORT": "1"}, TORCHRUN_OR_PYTHON),
         ("multinode_slurm", {"SLURM_STEP_NUM_TASKS": "2"}, TORCHRUN_OR_PYTHON),
-        (
-            "multinode_slurm --share_gpus",
-            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},
-            r"(\S+ )?error: --share_gpus works on one node only",
-        ),
         (
             "minimal_ddp",
             {"SLURM_STEP_NUM_TASKS": "2"},

@@ -28,8 +28,8 @@ def load_ipython_extension(_shell: object) -> None:
 def hide_gpus() -> None:
     """Hide the GPUs from this notebook and all that it starts, so that its outputs are the same.
 
-    DDP_COURSE_GPUS=1 leaves them visible, for readers who want to run the chapters on GPUs. Ranks
-    share a GPU if there are too few.
+    DDP_COURSE_GPUS=1 leaves them visible, for readers who want to run the chapters on GPUs. If
+    there are too few, ranks of ddp_ref share a GPU, and the scripts use the CPU.
     """
     if os.environ.get("DDP_COURSE_GPUS") == "1":
         os.environ["DDP_SHARE_GPUS"] = "1"

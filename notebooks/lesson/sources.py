@@ -1,10 +1,14 @@
-"""What changed between two scripts, purpose by purpose."""
+"""What changed between two scripts, purpose by purpose, and two functions next to each other."""
 
 import ast
+import inspect
+import textwrap
+from collections.abc import Callable
 from difflib import SequenceMatcher
 from html import escape
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 # Seen on white as on black.
@@ -41,15 +45,38 @@ def show_diff(old: str, new: str, *words: str) -> None:
 
 
 def changes(old: str, new: str) -> list[Change]:
-    """Return what changed between two scripts, in the order of the file."""
+    """Return what changed between two scripts, in the order of the file.
+
+    If several functions were removed together, each is a change of its own.
+    """
     before, after = ((SCRIPTS / name).read_text().splitlines() for name in (old, new))
-    places = _places(after)
-    matcher = SequenceMatcher(None, before, after, autojunk=False)
-    return [
-        Change(places[min(j1, len(after) - 1)], before[i1:i2], after[j1:j2])
-        for what, i1, i2, j1, j2 in matcher.get_opcodes()
-        if what != "equal"
-    ]
+    old_places, new_places = _places(before), _places(after)
+    found = []
+    for what, i1, i2, j1, j2 in SequenceMatcher(None, before, after, False).get_opcodes():
+        starts = [i1, *(i for i in range(i1 + 1, i2) if before[i] and not before[i - 1]), i2]
+        for start, end in pairwise(starts) if what != "equal" else ():
+            added = after[j1:j2] if end == i2 else []
+            place = new_places[min(j1, len(after) - 1)] if added else old_places[start]
+            found.append(Change(place, before[start:end], added))
+    return found
+
+
+def show_beside(*functions: Callable[..., Any]) -> None:
+    """Show the code of functions next to each other, without their docstrings."""
+    sources = [_code_of(function) for function in functions]
+    box = "<pre style='flex: 1; overflow-x: auto'>{}</pre>"
+    html = "".join(box.format(escape(source)) for source in sources)
+    html = f"<div style='display: flex; flex-wrap: wrap; gap: 1em'>{html}</div>"
+    _display({"text/html": html, "text/plain": "\n".join(sources)})
+
+
+def _code_of(function: Callable[..., Any]) -> str:
+    source = textwrap.dedent(inspect.getsource(function))
+    (definition,) = ast.parse(source).body
+    lines, first = source.splitlines(), definition.body[0]  # type: ignore[attr-defined]
+    if ast.get_docstring(definition):  # type: ignore[arg-type]
+        del lines[first.lineno - 1 : first.end_lineno]
+    return "\n".join(lines)
 
 
 def _places(lines: list[str]) -> list[str]:

@@ -1,0 +1,50 @@
+"""Train with ddp_ref. Plain python, torchrun and srun start this same file:
+
+torchrun --standalone --nproc_per_node=2 scripts/train_reference.py
+"""
+
+import os
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import datautils
+from ddp_ref import Checkpoint, Handler, cleanup_ddp, initialize_ddp
+
+
+def accuracy(outputs, targets):
+    return (outputs.argmax(1) == targets).float().mean()
+
+
+def load_train_objs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return datautils.MyTrainDataset(), model, optimizer
+
+
+@record  # so that torchrun shows the traceback of the process that failed first
+def main(save_every, total_epochs, batch_size):
+    tasks = len(os.environ.get("SLURM_GTIDS", "0").split(","))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", tasks))  # the processes on this machine
+    enough = torch.cuda.device_count() >= here  # a GPU each, or the CPU
+    info = initialize_ddp(backend=None if enough else "gloo")
+    train_set, model, optimizer = load_train_objs()
+    checkpoint = Checkpoint("checkpoints", every_epochs=save_every)
+    handler = Handler(
+        model, optimizer, F.cross_entropy, metrics={"accuracy": accuracy}, callbacks=[checkpoint]
+    )
+    handler.set_train_loader(train_set, batch_size)
+    handler.set_val_loader(datautils.MyTrainDataset(train=False), batch_size)
+    handler.log(datautils.describe(info.device, info.world_size, handler.steps_left, here))
+    handler.load("checkpoints")  # delete the folder to start over
+    handler.train(total_epochs)
+    handler.log(f"test accuracy {handler.validate()['accuracy']:.4f}")
+    cleanup_ddp()
+
+
+if __name__ == "__main__":
+    args = datautils.parse_args(__doc__, launched=None)
+    main(args.save_every, args.total_epochs, args.batch_size)
