@@ -16,7 +16,7 @@ import datautils
 def ddp_setup(rank, world_size):
     """Join the process group; return this process's device."""
     os.environ.setdefault("MASTER_ADDR", "localhost")  # where the processes meet
-    os.environ.setdefault("MASTER_PORT", "12355")
+    os.environ.setdefault("MASTER_PORT", "12355")  # unless the caller has chosen one, as below
     if torch.cuda.device_count() < world_size:  # a GPU for each process, or the CPU
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         return torch.device("cpu")

@@ -40,7 +40,7 @@ def main(save_every, total_epochs, batch_size):
     handler.set_val_loader(datautils.MyTrainDataset(train=False), batch_size)
     handler.log(datautils.describe(info.device, info.world_size, handler.steps_left, here))
     handler.load("checkpoints")  # delete the folder to start over
-    handler.train(total_epochs)
+    handler.train(total_epochs)  # with the test set as validation data, as in the other scripts
     handler.log(f"test accuracy {handler.validate()['accuracy']:.4f}")
     cleanup_ddp()
 

@@ -74,8 +74,9 @@ def test_ranks_that_differ_are_one_error_that_names_the_setting_and_the_ranks(
         for name, handler, arguments in differing(rank):
             error = str(raised(ValueError, handler.train, *arguments))
             assert error.startswith(f"all ranks must have the same {name}, but found "), error
-            way = "; pass the whole data set, in the same order, on each" * name.endswith("items")
-            assert " on rank 0; " in error and error.endswith(f" on rank 1{way}"), error
+            way = "; pass the whole data set, in the same order, on each: seed what draws it"
+            end = " on rank 1" + way * name.endswith("items")
+            assert " on rank 0; " in error and error.endswith(end), error
             assert "\n" not in error and handler.step == 0
             names.append(name)
         return names

@@ -35,7 +35,7 @@ def test_killed_rank_is_restarted(tmp_path, unbroken, script):
         rank.kill()
         result = running.wait()
     assert result.code == 0, result.stderr
-    first, done, second = re.split(r"after epoch (\d+)", result.stdout)
+    first, done, second = re.split(r"resuming after epoch (\d+)", result.stdout)
     # Only an epoch that was not saved is trained again, and no epoch is left out.
     assert 3 <= int(done) < EPOCHS and epochs_trained(first)[-1] in (int(done), int(done) + 1)
     assert epochs_trained(second) == list(range(int(done) + 1, EPOCHS + 1))

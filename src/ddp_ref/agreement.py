@@ -65,7 +65,7 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
         device: This rank's device.
     """
     # In a worker if any loader has one: a file that is opened here would be shared by all forks.
-    fork = any(loader and loader.num_workers for loader in loaders.values())
+    fork = any(getattr(loader, "num_workers", 0) for loader in loaders.values())
     items = {f"{name} items": items_of(loader, device, fork) for name, loader in loaders.items()}
     every = exchange_objects({**own, **items}, "Handler.train or validate")
     for name in dict.fromkeys(name for each in every for name in each):
@@ -82,7 +82,7 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
             ranks.setdefault(str(value), []).append(rank)
         text = "; ".join(f"{v:.{LONGEST}} on rank {str(r)[1:-1]:.40}" for v, r in ranks.items())
         way = (
-            "; pass the whole data set, in the same order, on each"
+            "; pass the whole data set, in the same order, on each: seed what draws it"
             if name.endswith(" items")
             else ""
         )
