@@ -74,6 +74,7 @@ TAKEN[0].handler = "another"
         ({"metrics": [accuracy]}, "metrics must be a dict of functions by name, not .<function"),
         ({"loss_fn": nn.CrossEntropyLoss}, r"such as nn.CrossEntropyLoss\(\), not <class"),
         ({"loss_fn": None}, "loss_fn must be a function .*, not None"),
+        ({"loss_fn": nn.MSELoss(reduction="sum")}, "loss_fn must be a mean, not a sum"),
         ({"callbacks": Callback()}, "'Callback' object is not iterable"),
         ({"callbacks": [Callback]}, "callbacks must be objects, .*, not <class"),
         ({"callbacks": TAKEN}, "callbacks must be objects, new ones for each Handler, not <"),

@@ -169,8 +169,8 @@ def test_numbers_that_differ_and_a_rank_that_does_not_load_are_an_error_on_all(t
     def work():
         handler = job(metrics={"items": Local()})
         handler.set_val_loader(Points(9), 3)
-        text = r"metric 'items' differs between ranks, \[5.0, 4.0\]: its compute\(\) must reduce"
-        assert raised(ValueError, handler.train, 1).args[0].startswith(text.replace("\\", ""))
+        text = "metric 'items' differs between ranks, [5.0, 4.0]: its compute() must reduce"
+        assert str(raised(ValueError, handler.train, 1)).startswith(text)
         monitor = Checkpoint(tmp_path, every_epochs=None, monitor="score")
         error = raised(ValueError, job(callbacks=[Scores(), monitor]).train, 1)
         assert str(error).startswith("score differs between ranks, ['[0.0]', '[1.0]']: append")

@@ -30,6 +30,7 @@ DRAWN = 4  # items of a data set that are compared: two could have equal labels 
 DRAWS = 8  # how often two ranks' different items are drawn again, in case they are random
 LONGEST = 100  # characters of a value in an error
 MISSING = "missing"
+WHOLE_SET = "; pass the whole data set, in the same order, on each: seed what draws it"
 
 
 def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, Any]:
@@ -81,11 +82,7 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
         for rank, value in enumerate(values):
             ranks.setdefault(str(value), []).append(rank)
         text = "; ".join(f"{v:.{LONGEST}} on rank {str(r)[1:-1]:.40}" for v, r in ranks.items())
-        way = (
-            "; pass the whole data set, in the same order, on each: seed what draws it"
-            if name.endswith(" items")
-            else ""
-        )
+        way = WHOLE_SET if name.endswith(" items") else ""
         raise ValueError(f"all ranks must have the same {name}, but found {text:.600}{way}")
 
 
