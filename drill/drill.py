@@ -2,10 +2,11 @@
 
 .venv/bin/python drill/drill.py --rounds 20 --seed 7 [--jobs 2] [--only 12]
 
-A round starts scripts/train_from_yaml.py on two ranks, injects a fault at a random moment, and
-waits for the end. The job must not hang, leave a process behind or lose a checkpoint. If it fails,
-its error must name the cause, and the same command must then resume from the newest intact
-checkpoint. At the end, the weights must equal those of a run without a fault, bit for bit.
+A round starts scripts/train_reference.py on two ranks (train_from_yaml.py for mp.spawn: the same
+training), injects a fault at a random moment, and waits for the end. The job must not hang, leave a
+process behind or lose a checkpoint. If it fails, its error must name the cause, and the same
+command must then resume from the newest intact checkpoint. At the end, the weights must equal those
+of a run without a fault, bit for bit.
 """
 
 import argparse

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 from harness import Running
 from judge import check_equal
-from launchers import TIMEOUT, slurm, slurm_host
-from moment import INJECTED, REACHED, put
+from launchers import slurm, slurm_host
+from moment import INJECTED, REACHED, TIMEOUT, put
 from plan import EPOCHS, STEPS, Plan
 
 from ddp_ref import checkpoint

@@ -10,25 +10,25 @@ from harness import SCRIPTS, clean_environment, torchrun
 from plan import EPOCHS
 
 JOB = Path(__file__).with_name("job.py")
-CHECKPOINTS = "run"  # the folder of the checkpoints, inside the folder of the round
-TIMEOUT = 15  # seconds: parallel.timeout
-SETTINGS = (
-    f"training.num_epochs={EPOCHS}",
-    "training.checkpoint_at=1",
-    f"training.path={CHECKPOINTS}",
-    f"parallel.timeout={TIMEOUT}",
-)
+CHECKPOINTS = "checkpoints"  # their folder, inside the folder of the round
 # The folder of the cluster that `make slurm-up` starts.
 CLUSTER = Path(f"/run/local-cluster-{os.environ.get('LOCAL_CLUSTER', 'ddp')}")
 SLURM = {"SLURM_CONF": str(CLUSTER / "slurm.conf")}
 
 
+def job_script(launcher: str) -> Path:
+    """Return the script of the job: only train_from_yaml.py calls mp.spawn."""
+    return SCRIPTS / ("train_from_yaml.py" if launcher == "spawn" else "train_reference.py")
+
+
 def job_command(launcher: str, restarts: int = 0) -> list[str | Path]:
-    """Return the command that runs the job on two ranks."""
-    config = SCRIPTS / "configs" / "digits.yaml"
-    job: list[str | Path] = [JOB, "--config", config, "--set", *SETTINGS]
-    if launcher == "spawn":
-        return [sys.executable, *job, "--nproc", "2"]
+    """Return the command that runs the job on two ranks. It saves after every epoch."""
+    if launcher == "spawn":  # this file describes the training of train_reference.py
+        settings = [f"training.num_epochs={EPOCHS}", "training.checkpoint_at=1"]
+        settings.append(f"training.path={CHECKPOINTS}")
+        config = SCRIPTS / "configs" / "digits.yaml"
+        return [sys.executable, JOB, "--nproc=2", "--config", config, "--set", *settings]
+    job: list[str | Path] = [JOB, str(EPOCHS), "1"]
     if launcher == "torchrun":
         return torchrun(2, *job, restarts=restarts)
     options = ["--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--quit-on-interrupt"]

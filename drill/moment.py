@@ -4,11 +4,14 @@ import functools
 import json
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ddp_ref import Checkpoint, Handler, TrainerDDP, checkpoint, handler
+import ddp_ref
+from ddp_ref import Checkpoint, DistInfo, Handler, checkpoint, detect_launch, handler, trainer
 
+TIMEOUT = 15  # seconds, of the collectives
 VARIABLE = "DRILL_MOMENT"  # a JSON object: rank, place, nth
 PATIENCE = 60  # seconds that the rank waits for the drill
 # Files in the folder of the round, where the job runs.
@@ -30,16 +33,17 @@ def arm() -> None:
     It waits only once per round: not again when torchrun or the drill has restarted it.
     """
     moment = json.loads(os.environ[VARIABLE])
-    original = TrainerDDP.__init__
+    original = ddp_ref.initialize_ddp
 
-    def armed(self: TrainerDDP, rank: int, config: Any) -> None:
-        if rank == moment["rank"]:
+    def armed(timeout: Any = None, *, rank: int | None = None, **place: Any) -> DistInfo:
+        if moment["rank"] == (detect_launch().rank if rank is None else rank):
             if not REACHED.exists():
                 wait_at(**moment)
             count_steps()
-        original(self, rank, config)
+        return original(timedelta(seconds=TIMEOUT), rank=rank, **place)
 
-    TrainerDDP.__init__ = armed  # type: ignore[method-assign]
+    # train_reference.py calls the first one, and TrainerDDP the second one.
+    ddp_ref.initialize_ddp = trainer.initialize_ddp = armed
 
 
 def wait_at(rank: int, place: str, nth: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults import FILLER, LAST, damage, inject, small_disk
-from harness import SCRIPTS, Running, wait_until
+from harness import Running, wait_until
 from judge import (
     Weights,
     Wrong,
@@ -20,7 +20,7 @@ from judge import (
     due_checkpoints,
     intact_checkpoints,
 )
-from launchers import CHECKPOINTS, SLURM, job_command, slurm
+from launchers import CHECKPOINTS, SLURM, job_command, job_script, slurm
 from moment import REACHED, STEPS_TAKEN, VARIABLE
 from plan import DAMAGES, EPOCHS, STEPS, Plan
 
@@ -52,8 +52,8 @@ class RoundResult:
 class Job:
     """The script that the drill runs, and the weights at the end of a run without a fault."""
 
-    def __init__(self, folder: Path, script: Path = SCRIPTS / "train_from_yaml.py") -> None:
-        self.folder, self.script = folder, script
+    def __init__(self, folder: Path, defect: str = "") -> None:
+        self.folder, self.defect = folder, defect
         self.expected: Weights = {}
         self._running: set[Running] = set()
         self._stopped = False
@@ -126,12 +126,13 @@ class Job:
             resumed = running.wait(DEADLINE)
         check_no_crash(resumed)
         start = f"{max(intact)}: epoch " if intact else f"no checkpoint in {CHECKPOINTS}"
-        if resumed.code or start not in resumed.stderr:
+        text = resumed.stderr + resumed.stdout
+        if resumed.code or start not in text:
             said = f"the second run ended with {resumed.code} and had to log {start!r}"
-            raise Wrong(f"{said}\n{resumed.stderr}")
-        if ("trying the one before it" in resumed.stderr) != must_warn:
+            raise Wrong(f"{said}\n{text}")
+        if ("trying the one before it" in text) != must_warn:
             warning = "no warning" if must_warn else "a warning"
-            raise Wrong(f"{warning} about a damaged checkpoint\n{resumed.stderr}")
+            raise Wrong(f"{warning} about a damaged checkpoint\n{text}")
         check_kept(intact, intact_checkpoints(checkpoints))
         self._check_final(checkpoints)
         return RESUMED if intact else STARTED_OVER
@@ -145,7 +146,8 @@ class Job:
         """Start the job. With a plan, a rank waits at its place, or counts its steps."""
         moment = {name: getattr(plan, name, None) for name in ("rank", "place", "nth")}
         name = f"{folder.parent.name}-{folder.name}"  # of the job in Slurm
-        env = {VARIABLE: json.dumps(moment), "DRILL_SCRIPT": str(self.script)}
+        env = {VARIABLE: json.dumps(moment), "DRILL_DEFECT": self.defect}
+        env["DRILL_SCRIPT"] = str(job_script(launcher))
         command = job_command(launcher, plan.restarts if plan else 0)
         env |= SLURM | {"SLURM_JOB_NAME": name}
         try:

@@ -32,14 +32,15 @@ def main(save_every, total_epochs, batch_size):
     enough = torch.cuda.device_count() >= here  # a GPU each, or the CPU
     info = initialize_ddp(backend=None if enough else "gloo")
     train_set, model, optimizer = load_train_objs()
-    checkpoint = Checkpoint("checkpoints", every_epochs=save_every)
+    folder = os.environ.get("RUN_DIR", "checkpoints")  # delete it to start over
+    checkpoint = Checkpoint(folder, every_epochs=save_every)
     handler = Handler(
         model, optimizer, F.cross_entropy, metrics={"accuracy": accuracy}, callbacks=[checkpoint]
     )
     handler.set_train_loader(train_set, batch_size)
     handler.set_val_loader(datautils.MyTrainDataset(train=False), batch_size)
     handler.log(datautils.describe(info.device, info.world_size, handler.steps_left, here))
-    handler.load("checkpoints")  # delete the folder to start over
+    handler.load(folder)
     handler.train(total_epochs)  # with the test set as validation data, as in the other scripts
     handler.log(f"test accuracy {handler.validate()['accuracy']:.4f}")
     cleanup_ddp()

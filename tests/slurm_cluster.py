@@ -13,10 +13,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from harness import MARK, SCRIPTS, Result, clean_environment, marked, run, settle
+from harness import MARK, SCRIPTS, Result, clean_environment, marked, run, settle, torchrun
 
 LOCAL_CLUSTER = SCRIPTS / "slurm" / "local_cluster.sh"
-DIGITS = SCRIPTS / "configs" / "digits.yaml"
 END_OF_HEAD = "# ---- You need not edit anything below."
 NUMBERS = itertools.count(os.getpid())  # no two clusters of a test run share a network
 END_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
@@ -178,14 +177,13 @@ def weights(folder: Path) -> list[torch.Tensor]:
 def trained_here(script: str, epochs: int, nproc: int = 1, batch_size: int = 32) -> list[Any]:
     """Return the weights that `nproc` processes end with on this machine, without Slurm.
 
-    The script is "train_from_yaml", or any other name for the ladder.
+    The script is "train_reference", or any other name for the ladder.
     """
-    command = [SCRIPTS / "multigpu_spawn.py", str(epochs), f"--batch_size={batch_size}"]
-    if script == "train_from_yaml":
-        settings = [f"training.num_epochs={epochs}", f"training.batch_size={batch_size}"]
-        command = [SCRIPTS / "train_from_yaml.py", "--config", DIGITS, "--set", *settings]
+    command = [sys.executable, SCRIPTS / "multigpu_spawn.py", f"--nproc={nproc}"]
+    if script == "train_reference":
+        command = torchrun(nproc, SCRIPTS / "train_reference.py")
     with TemporaryDirectory() as folder:
-        ended = run(sys.executable, *command, f"--nproc={nproc}", cwd=Path(folder))
+        ended = run(*command, str(epochs), f"--batch_size={batch_size}", cwd=Path(folder))
         assert ended.code == 0, ended.stderr
         return weights(Path(folder))
 

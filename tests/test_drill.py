@@ -8,7 +8,7 @@ from hashlib import sha256
 import psutil
 import pytest
 import torch
-from harness import ROOT, SCRIPTS, Result, Running, run, wait_until
+from harness import ROOT, Result, Running, run, wait_until
 from judge import Wrong, check_broken, check_equal
 from plan import Plan, draw
 from report import report
@@ -137,11 +137,8 @@ def test_an_interrupt_ends_the_running_rounds(tmp_path):
 
 
 def run_round(folder, broken, lines):
-    """Run a round of the job with these lines in its script."""
-    script = folder / "broken.py"
-    text = (SCRIPTS / "train_from_yaml.py").read_text()
-    script.write_text(text.replace("def classifier(", f"{lines}\n\n\ndef classifier("))
-    job = Job(folder, script)
+    """Run a round of the job that these lines break."""
+    job = Job(folder, defect=lines)
     job.run_fault_free([broken.launcher])
     return job.run_round(broken)
 

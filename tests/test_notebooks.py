@@ -136,16 +136,16 @@ def test_the_capstones_diff_is_that_of_its_files():
     assert f"```diff\n{diff}\n```" in (FOLDER / "09_ddp_ref.md").read_text()
 
 
-def test_one_switch_shows_the_gpus_to_the_chapters(monkeypatch):
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "visible"), [("1", 2, "0,1"), ("1", 1, ""), ("0", 2, "")]
+)
+def test_one_switch_shows_two_gpus_to_the_chapters(wanted, gpus, visible, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setenv("DDP_COURSE_GPUS", "1")
-    for name in ("DDP_SHARE_GPUS", "SBATCH_EXPORT"):
-        monkeypatch.setenv(name, "0")  # and is unset afterwards
+    monkeypatch.setenv("DDP_COURSE_GPUS", wanted)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     hide_gpus()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1" and os.environ["DDP_SHARE_GPUS"] == "1"
-    monkeypatch.delenv("DDP_COURSE_GPUS")
-    hide_gpus()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+    assert ("fewer GPUs (1) than ranks (2)" in capsys.readouterr().out) == (gpus == 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ TWO_HOSTS = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2"]
 def check_ended(ended, folder, world_size):
     """Check that the ranks trained together: one process with the whole batch has equal weights."""
     assert ended.code == 0, ended.stderr
-    expected = trained_here("train_from_yaml", EPOCHS, batch_size=32 * world_size)
+    expected = trained_here("train_reference", EPOCHS, batch_size=32 * world_size)
     assert_close(weights(folder), expected)
 
 
@@ -56,7 +56,7 @@ def test_without_srun_it_is_one_process(cluster, how, tmp_path):
     assert ("\nnode1" in ended.stdout) == (how == "shell")
 
 
-@pytest.mark.parametrize("program", ["train_from_yaml", "the ladder"])
+@pytest.mark.parametrize("program", ["train_reference", "the ladder"])
 @pytest.mark.parametrize(
     ("template", "script", "ranks"),
     [
@@ -95,12 +95,12 @@ def test_template_on_hosts_whose_names_resolve_to_localhost(cluster, tmp_path):
         folder,
         "multiple_nodes_multiple_gpu_slurm_job.sh",
         "INTERFACE= ",
-        f"INTERFACE=eth0; TRAIN+=(training.num_epochs={EPOCHS}) ",
+        f"INTERFACE=eth0; TRAIN=(scripts/train_reference.py {EPOCHS} 5) ",
     )
     with Job(cluster, "--export=ALL,PYTHON=./python", template, cwd=folder) as batch:
         fields = batch.wait_until("COMPLETED", "FAILED")
         assert fields["ExitCode"] == "0:0", batch.text()
-    assert_close(weights(folder), trained_here("train_from_yaml", EPOCHS, batch_size=128))
+    assert_close(weights(folder), trained_here("train_reference", EPOCHS, batch_size=128))
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,15 @@ TEMPLATES = {
 }
 
 
-def with_settings(folder, template, *settings, epochs=EPOCHS):
-    """Write a copy of a template with more settings at the end of its header; return its name."""
-    line = f"TRAIN+=({' '.join([f'training.num_epochs={epochs}', *settings])})\n"
-    return edited(folder, template, END_OF_HEAD, line + END_OF_HEAD)
+WITH_A_TIMEOUT = (  # the same training, with a timeout of 10 seconds
+    "scripts/train_from_yaml.py --config scripts/configs/digits.yaml"
+    " --set training.path=$RUN_DIR parallel.timeout=10"
+)
+
+
+def training(folder, template, command=f"scripts/train_reference.py {EPOCHS} 5"):
+    """Write a copy of a template with another command to run; return its name."""
+    return edited(folder, template, END_OF_HEAD, f"TRAIN=({command})\n{END_OF_HEAD}")
 
 
 def check_resumes(job, folder, ranks, saved=None, starts=2):
@@ -38,13 +43,13 @@ def check_resumes(job, folder, ranks, saved=None, starts=2):
     """
     fields = job.wait_until("COMPLETED", "FAILED")
     assert (fields["ExitCode"], fields["Restarts"]) == ("0:0", str(starts - 1)), job.text()
-    start = r"ddp_ref.handler: (no checkpoint|loaded \S+\.pt: epoch \d+, step \d+)"
+    start = r"(no checkpoint|loaded \S+\.pt: epoch \d+, step \d+)"
     resumed = re.findall(start, job.text())
     assert len(resumed) == starts and resumed[0] == "no checkpoint", resumed
     if saved is not None:
         assert resumed[-1].endswith(f"step {saved}"), (resumed, saved)
     compare = assert_same if ranks == 2 else assert_close
-    compare(weights(folder), trained_here("train_from_yaml", EPOCHS, nproc=ranks))
+    compare(weights(folder), trained_here("train_reference", EPOCHS, nproc=ranks))
 
 
 def saved_at(job):
@@ -58,7 +63,7 @@ def test_a_job_that_is_told_to_stop_saves_and_requeues_itself(cluster, how, tmp_
     """Slurm signals the batch shell of each template, as it does 120 s before the time limit."""
     template, ranks = TEMPLATES[how]
     folder = project_folder(tmp_path / "project")
-    with Job(cluster, with_settings(folder, template), cwd=folder) as job:
+    with Job(cluster, training(folder, template), cwd=folder) as job:
         job.wait_for("epoch 3 |")
         for _ in range(2):  # the second signal must not end the wait for the ranks
             job.tell("scancel", "--batch", "--signal=USR1")
@@ -73,7 +78,7 @@ def test_a_job_that_is_told_to_stop_saves_and_requeues_itself(cluster, how, tmp_
 def test_a_signal_to_the_steps(cluster, tmp_path):
     """Without --batch, `scancel --signal` signals the ranks, but not the batch shell."""
     folder = project_folder(tmp_path / "project")
-    with Job(cluster, with_settings(folder, TEMPLATES["srun"][0]), cwd=folder) as job:
+    with Job(cluster, training(folder, TEMPLATES["srun"][0]), cwd=folder) as job:
         job.wait_for("epoch 3 |")
         job.tell("scancel", "--signal=USR1")
         fields = job.wait_until("FAILED", "COMPLETED", "PENDING")
@@ -84,13 +89,13 @@ def test_a_signal_to_the_steps(cluster, tmp_path):
 def test_the_time_limit(cluster, tmp_path):
     """Slurm itself sends the signal, 60 s before the limit of 2 minutes or up to 30 s earlier."""
     folder = project_folder(tmp_path / "project")
-    template = with_settings(folder, TEMPLATES["srun"][0], epochs=100_000)
+    template = training(folder, TEMPLATES["srun"][0], "scripts/train_reference.py 100000 5")
     with Job(cluster, "--time=2", "--signal=B:USR1@60", template, cwd=folder) as job:
         saved = saved_at(job)
         job.start_again()
         job.wait_for(f"step_{saved:09}.pt: epoch")
-        before = job.text().count("INFO ddp_ref.handler: epoch")
-        job.wait_for("INFO ddp_ref.handler: epoch", times=before + 2)  # training continues
+        before = job.text().count(" | train_loss ")
+        job.wait_for(" | train_loss ", times=before + 2)  # training continues
 
 
 def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, tmp_path):
@@ -100,7 +105,7 @@ def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, tmp_path):
     """
     template, ranks = TEMPLATES["srun torchrun"]
     folder = project_folder(tmp_path / "project")
-    with Job(cluster, with_settings(folder, template), cwd=folder) as job:
+    with Job(cluster, training(folder, template), cwd=folder) as job:
         job.wait_for("epoch 3 |")
         cluster.control("requeue", job.id)
         saved = saved_at(job)
@@ -118,7 +123,7 @@ def test_requeued_by_scontrol_then_a_rank_is_killed(cluster, tmp_path):
 def test_a_cut_link_is_an_error_and_the_job_resumes_when_the_link_is_back(tmp_path):
     """The remaining rank raises after parallel.timeout. Slurm gives up the host after 30 s."""
     folder = project_folder(tmp_path / "project")
-    template = with_settings(folder, TEMPLATES["srun"][0], "parallel.timeout=10")
+    template = training(folder, TEMPLATES["srun"][0], WITH_A_TIMEOUT)
     # No other job may run on this cluster.
     with Cluster() as own, Job(own, template, cwd=folder) as job:
         job.wait_for("step_000000")

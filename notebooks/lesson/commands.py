@@ -7,6 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -28,11 +30,10 @@ def load_ipython_extension(_shell: object) -> None:
 def hide_gpus() -> None:
     """Hide the GPUs from this notebook and all that it starts, so that its outputs are the same.
 
-    DDP_COURSE_GPUS=1 leaves them visible, for readers who want to run the chapters on GPUs. If
-    there are too few, ranks of ddp_ref share a GPU, and the scripts use the CPU.
+    DDP_COURSE_GPUS=1 leaves them visible if there are two, for readers who want to use them.
     """
     if os.environ.get("DDP_COURSE_GPUS") == "1":
-        os.environ["DDP_SHARE_GPUS"] = "1"
-        os.environ["SBATCH_EXPORT"] = "ALL,DDP_SHARE_GPUS=0"  # ranks on two nodes cannot share
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if (gpus := torch.cuda.device_count()) >= 2:
+            return
+        print(f"fewer GPUs ({gpus}) than ranks (2): this notebook uses the CPU")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
