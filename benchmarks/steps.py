@@ -1,12 +1,12 @@
 """A training step of `Handler`, accelerate, Lightning and ignite, compared with a raw DDP loop.
 
-All of them train the same model on the same data, in the same two processes, with one thread each.
-The benchmark fails unless all end with the same weights, bit for bit. They take turns of ten steps.
-Memory addresses can make one loop faster for as long as a process lives, so we start the processes
-24 times. The usual loader looks up the samples of a batch one by one. `Handler` looks them up "at
-once", in one call, if the data set is a TensorDataset. So there are also a raw loop and a Fabric
-loop that look up batches at once. Two tables have other data: the course's, which is a subclass of
-TensorDataset, and a data set with a `__getitem__` of its own, which is always looked up one by one.
+All train the same model on the same data in the same two processes, with one thread each, and take
+turns of ten steps. The benchmark fails unless all end with the same weights, bit for bit. Memory
+addresses can make one loop faster for as long as a process lives, so we start the processes 24
+times. The usual loader looks up the samples of a batch one by one. `Handler` looks up a batch "at
+once", in one call, if the data set is a TensorDataset, so a raw and a Fabric loop do that, too.
+The course's data set is a subclass of TensorDataset. A data set with a `__getitem__` of its own is
+always looked up one by one.
 """
 
 import logging
