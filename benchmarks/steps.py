@@ -12,6 +12,7 @@ always looked up one by one.
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -43,8 +44,9 @@ MOST_OVERHEAD_SAME_LOADER = {64: 0.05, 384: 0.02}  # by width
 
 
 def measure(rounds: int) -> list[Table]:
-    tables = [measure_size(title, width, rounds) for title, width in WIDTHS.items()]
-    return [*tables, measure_data(MyTrainDataset, rounds), measure_data(Items, rounds)]
+    small, large = (measure_size(title, width, rounds) for title, width in WIDTHS.items())
+    others = [measure_data(kind, rounds) for kind in (MyTrainDataset, Items)]
+    return [replace(small, notes=[*small.notes, *others]), large]
 
 
 def measure_size(title: str, width: int, rounds: int) -> Table:
@@ -57,14 +59,13 @@ def measure_size(title: str, width: int, rounds: int) -> Table:
     return Table(title, compare(times, part), notes)
 
 
-def measure_data(kind: type[Any], rounds: int) -> Table:
-    """Measure the small step with another data set, without the loops that are not beside it."""
+def measure_data(kind: type[Any], rounds: int) -> str:
+    """Measure the small step with another data set, in loops that look it up in the same way."""
     base, fabric = (RAW, FABRIC) if kind is Items else (AT_ONCE, FABRIC_AT_ONCE)
-    work = partial(times_on_rank, kind=kind, names=(base, base + AGAIN, OURS, fabric))
+    work = partial(times_on_rank, kind=kind, names=(base, OURS, fabric))
     times, part = in_launches(work, 64, rounds=rounds, launches=LAUNCHES)
     name = "a data set's own __getitem__" if kind is Items else "the course's data set"
-    note = f"Time added to the first loop: {added_time(times, base, (OURS, fabric), part)}."
-    return Table(f"the small step, {name}", compare(times, part), [note])
+    return f"With {name}, added to {base}: {added_time(times, base, (OURS, fabric), part)}."
 
 
 def overhead(times: Times, base: str, limit: float, part: int = 1) -> str:
