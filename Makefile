@@ -149,7 +149,7 @@ drill: $(READY)  ## run a job ROUNDS times with random faults, drawn from SEED; 
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)
 
 test-hangs: $(READY)  ## let 64 jobs hang and see whether find_hang.py names the rank: 15 minutes
-	$(BIN)/python drill/hangs.py --markdown docs/fault-drill.md $(ARGS)
+	$(BIN)/python drill/hangs.py --markdown docs/evidence.md $(ARGS)
 
 bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benchmarks.md: half an hour, idle
 	$(BIN)/python benchmarks/bench.py --markdown docs/benchmarks.md $(ARGS)

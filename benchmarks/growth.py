@@ -1,7 +1,7 @@
 """How the cost of each operation grows with the number of ranks.
 
 python benchmarks/growth.py                                   2 to 64 ranks, on the terminal
-python benchmarks/growth.py --ranks 2 8 --markdown docs/growth.md
+python benchmarks/growth.py --ranks 2 8 --markdown docs/benchmarks.md
 
 All ranks run on this machine and share its cores. On a cluster each rank has cores of its own, so
 this measures the CPU time of the busiest rank, and the sockets of the rank that has the most.

@@ -1,17 +1,18 @@
 """A training step of `Handler`, accelerate, Lightning and ignite, compared with a raw DDP loop.
 
-All of them train the same model on the same data, in the same two processes, with one thread each.
-The benchmark fails unless all end with the same weights, bit for bit. They take turns of ten steps.
-Memory addresses can make one loop faster for as long as a process lives, so we start the processes
-24 times. The usual loader looks up the samples of a batch one by one. `Handler` looks them up "at
-once", in one call, if the data set is a TensorDataset. So there are also a raw loop and a Fabric
-loop that look up batches at once. Two tables have other data: the course's, which is a subclass of
-TensorDataset, and a data set with a `__getitem__` of its own, which is always looked up one by one.
+All train the same model on the same data in the same two processes, with one thread each, and take
+turns of ten steps. The benchmark fails unless all end with the same weights, bit for bit. Memory
+addresses can make one loop faster for as long as a process lives, so we start the processes 24
+times. The usual loader looks up the samples of a batch one by one. `Handler` looks up a batch "at
+once", in one call, if the data set is a TensorDataset, so a raw and a Fabric loop do that, too.
+The course's data set is a subclass of TensorDataset. A data set with a `__getitem__` of its own is
+always looked up one by one.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -43,8 +44,9 @@ MOST_OVERHEAD_SAME_LOADER = {64: 0.05, 384: 0.02}  # by width
 
 
 def measure(rounds: int) -> list[Table]:
-    tables = [measure_size(title, width, rounds) for title, width in WIDTHS.items()]
-    return [*tables, measure_data(MyTrainDataset, rounds), measure_data(Items, rounds)]
+    small, large = (measure_size(title, width, rounds) for title, width in WIDTHS.items())
+    others = [measure_data(kind, rounds) for kind in (MyTrainDataset, Items)]
+    return [replace(small, notes=[*small.notes, *others]), large]
 
 
 def measure_size(title: str, width: int, rounds: int) -> Table:
@@ -57,14 +59,13 @@ def measure_size(title: str, width: int, rounds: int) -> Table:
     return Table(title, compare(times, part), notes)
 
 
-def measure_data(kind: type[Any], rounds: int) -> Table:
-    """Measure the small step with another data set, without the loops that are not beside it."""
+def measure_data(kind: type[Any], rounds: int) -> str:
+    """Measure the small step with another data set, in loops that look it up in the same way."""
     base, fabric = (RAW, FABRIC) if kind is Items else (AT_ONCE, FABRIC_AT_ONCE)
-    work = partial(times_on_rank, kind=kind, names=(base, base + AGAIN, OURS, fabric))
+    work = partial(times_on_rank, kind=kind, names=(base, OURS, fabric))
     times, part = in_launches(work, 64, rounds=rounds, launches=LAUNCHES)
     name = "a data set's own __getitem__" if kind is Items else "the course's data set"
-    note = f"Time added to the first loop: {added_time(times, base, (OURS, fabric), part)}."
-    return Table(f"the small step, {name}", compare(times, part), [note])
+    return f"With {name}, added to {base}: {added_time(times, base, (OURS, fabric), part)}."
 
 
 def overhead(times: Times, base: str, limit: float, part: int = 1) -> str:

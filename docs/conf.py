@@ -59,8 +59,6 @@ LOOK_UP = [
 EVIDENCE = [
     "docs/evidence",
     "docs/benchmarks",
-    "docs/growth",
-    "docs/fault-drill",
     "tests/fakegpu/README",
     "CONTRIBUTING",
 ]

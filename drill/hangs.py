@@ -1,6 +1,6 @@
 """Let jobs hang on purpose, and check that scripts/find_hang.py names the right rank.
 
-python drill/hangs.py [--rounds 1] [--only frozen_read straggler] [--markdown docs/fault-drill.md]
+python drill/hangs.py [--rounds 1] [--only frozen_read straggler] [--markdown docs/evidence.md]
 
 A round starts drill/hang_job.py, waits until it hangs, and looks at it twice: at its processes, and
 at the flight recorder dumps that its ranks then write. A verdict is right if it accuses the odd

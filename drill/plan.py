@@ -6,7 +6,7 @@ from dataclasses import dataclass
 LAUNCHERS = "spawn", "torchrun", "srun"
 DAMAGES = "truncate", "flip"  # of the newest checkpoint, after a kill
 TO_ALL = "interrupt", "terminate"  # signals that may also go to the whole job
-# docs/fault-drill.md explains each of them.
+# docs/evidence.md explains each of them.
 FAULTS = "kill", "stop", "pause", *TO_ALL, "exception", "full disk", *DAMAGES
 NEED_A_WAITING_RANK = "stop", "exception", "full disk"  # the others can happen at any time
 EPOCHS, STEPS = 6, 23  # of the whole training, and per epoch

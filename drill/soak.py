@@ -1,6 +1,6 @@
 """Train scripts/char_gpt.py for an hour with a fault about every two minutes, on two ranks.
 
-.venv/bin/python drill/soak.py --seed 1 [--epochs 420] [--markdown docs/fault-drill.md]
+.venv/bin/python drill/soak.py --seed 1 [--epochs 420] [--markdown docs/evidence.md]
 
 There are two runs: one without a fault, and one in which a random fault ends the job again and
 again. Each time, the soak starts it again with the same flags, under torchrun and with --nproc in

@@ -5,7 +5,11 @@ import re
 import textwrap
 
 import pytest
+import torch
 from harness import ROOT
+
+from datautils import MyTrainDataset
+from ddp_ref import Handler, run_ranks
 
 CLIENTS = ROOT / "tests" / "clients"
 PAGES = [
@@ -37,3 +41,27 @@ def test_every_client_is_shown():
     files = [*CLIENTS.glob("*.py"), *CLIENTS.glob("*.yaml")]
     clients = {path for path in files if not path.name.startswith(("test_", "conftest"))}
     assert shown == {str(path.relative_to(ROOT)) for path in clients}
+
+
+def test_muon_with_adamw_clips_schedules_and_resumes(tmp_path):
+    (code,) = re.findall(
+        r"^```python\n([^`]*class Both.*?)^```$", PAGES[0].read_text(), re.M | re.S
+    )
+
+    def train(folder, epochs):
+        torch.manual_seed(0)
+        exec(code, page := {})
+        model, optimizer = page["model"], page["optimizer"]
+        loss_fn = torch.nn.functional.cross_entropy
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        options = {"scheduler": schedule, "clip_norm": 1.0, "run_dir": tmp_path / folder}
+        handler = Handler(model, optimizer, loss_fn, **options)
+        handler.set_train_loader(MyTrainDataset(), batch_size=32)
+        handler.load(tmp_path / folder)
+        handler.train(epochs)
+        return model[0].weight.detach()
+
+    whole = run_ranks(train, "whole", 3)
+    run_ranks(train, "stopped", 2)
+    resumed = run_ranks(train, "stopped", 3)
+    assert all(torch.equal(weight, whole[0]) for weight in whole + resumed)

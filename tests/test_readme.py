@@ -24,6 +24,15 @@ def test_lines_changed():
         assert f"| +{added} -{removed} |" in row
 
 
+def test_the_pages_stay_short():
+    """The words and the number of pages are what was reached, and 3 % more."""
+    pages = [*(ROOT / "docs").rglob("*.md")]
+    assert len(pages) <= 18
+    assert sum(len(page.read_text().split()) for page in pages) <= 27_000
+    assert len(README.split()) <= 1_200
+    assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 900
+
+
 def test_every_notebook_is_named():
     notebooks = {f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb")}
     assert notebooks == set(re.findall(r"\]\((notebooks/[^)]+\.ipynb)\)", README))

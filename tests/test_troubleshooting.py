@@ -145,8 +145,8 @@ def test_every_message_is_in_the_docs_and_has_a_heading():
 
 def test_every_message_that_has_a_heading_is_checked():
     """A heading that quotes a message must be in one of the lists, or Python's own."""
-    # The cheat sheet's fence produces the first, and the second is one of Python's files. The third
-    # is argparse's, the fourth a file of Linux.
+    # The first is Python's error for a variable that is not set, the second one of Python's files,
+    # the third argparse's, and the fourth a file of Linux.
     of_python = {"KeyError: 'LOCAL_RANK'", "popen_fork.py", "ambiguous option", "ptrace_scope"}
     known = {*IN_TORCH, *IN_CUDA_BUILDS, *OURS, *of_python, "ddp_ref"}
     assert [text for text in QUOTED if not any(message in text for message in known)] == []
