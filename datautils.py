@@ -52,9 +52,9 @@ def parse_args(description, nproc=False, launched=False):
     return args
 
 
-def describe(device, processes, steps, here=None):
+def describe(device, processes, steps):
     """Return the first line to print. It says why processes train on the CPU beside a GPU."""
-    here = here or int(os.environ.get("LOCAL_WORLD_SIZE", processes))  # on this machine
+    here = os.environ.get("LOCAL_WORLD_SIZE") or processes  # on this machine
     where, gpus = device.type, torch.cuda.device_count()
     if where == "cpu" and gpus:
         where += f" ({gpus} GPU{'s' * (gpus > 1)} for {here} processes)"

@@ -11,11 +11,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import datautils
-from ddp_ref import Checkpoint, Handler, cleanup_ddp, initialize_ddp
-
-
-def accuracy(outputs, targets):
-    return (outputs.argmax(1) == targets).float().mean()
+from ddp_ref import Checkpoint, Handler, TooFewGPUs, cleanup_ddp, initialize_ddp
 
 
 def load_train_objs():
@@ -25,25 +21,30 @@ def load_train_objs():
     return datautils.MyTrainDataset(), model, optimizer
 
 
+def accuracy(outputs, targets):
+    return (outputs.argmax(1) == targets).float().mean()
+
+
 @record  # so that torchrun shows the traceback of the process that failed first
 def main(save_every, total_epochs, batch_size):
-    tasks = len(os.environ.get("SLURM_GTIDS", "0").split(","))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", tasks))  # the processes on this machine
-    enough = torch.cuda.device_count() >= here  # a GPU each, or the CPU
-    info = initialize_ddp(backend=None if enough else "gloo")
+    try:
+        info = initialize_ddp()
+    except TooFewGPUs:  # on all ranks, which go on together; `describe` shows the numbers
+        info = initialize_ddp(backend="gloo")  # on the CPU
     train_set, model, optimizer = load_train_objs()
-    folder = os.environ.get("RUN_DIR", "checkpoints")  # delete it to start over
+    folder = os.environ.get("RUN_DIR") or "checkpoints"  # delete it to start over
     checkpoint = Checkpoint(folder, every_epochs=save_every)
     handler = Handler(
         model, optimizer, F.cross_entropy, metrics={"accuracy": accuracy}, callbacks=[checkpoint]
     )
     handler.set_train_loader(train_set, batch_size)
     handler.set_val_loader(datautils.MyTrainDataset(train=False), batch_size)
-    handler.log(datautils.describe(info.device, info.world_size, handler.steps_left, here))
+    steps = len(handler.train_loader)
+    handler.log(datautils.describe(info.device, info.world_size, steps))
     handler.load(folder)
     handler.train(total_epochs)  # with the test set as validation data, as in the other scripts
     handler.log(f"test accuracy {handler.validate()['accuracy']:.4f}")
-    cleanup_ddp()
+    cleanup_ddp()  # waits for Gloo's threads, so the handler may live on
 
 
 if __name__ == "__main__":

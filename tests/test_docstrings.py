@@ -14,6 +14,8 @@ def exported_functions():
         if not inspect.isclass(exported):
             yield name, exported, exported.__doc__ or ""
             continue
+        if issubclass(exported, Exception):  # nobody but the package creates one
+            continue
         yield name, exported, f"{exported.__doc__}{exported.__init__.__doc__}"
         for method, function in inspect.getmembers(exported, inspect.isfunction):
             if not method.startswith("_"):

@@ -71,6 +71,12 @@ def test_more_processes_than_gpus(tmp_path, script):
     assert f"device: cpu ({GPUS} GPU{'s' * (GPUS > 1)} for {GPUS + 1} processes)" in text
 
 
+def test_the_last_rung_shares_gpus_on_request(tmp_path):
+    env = {"DDP_SHARE_GPUS": "1"}
+    text = run_cleanly(*command("train_reference", GPUS + 1), "1", cwd=tmp_path, env=env)
+    assert f"processes: {GPUS + 1} | device: cuda" in text
+
+
 @pytest.mark.parametrize(("nproc", "device"), [(GPUS, "cuda"), (GPUS + 1, "cpu")])
 def test_minimal_ddp(tmp_path, nproc, device):
     text = run_cleanly(*command("minimal_ddp", nproc), cwd=tmp_path)

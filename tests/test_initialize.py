@@ -142,6 +142,23 @@ def test_open_close_and_reopen_under_torchrun(tmp_path):
     assert shown(tmp_path) == [[True, r, r, 3, "cpu", threads] for r in range(3)]
 
 
+TRY_GPUS_FIRST = """
+from ddp_ref import TooFewGPUs
+try:
+    initialize_ddp(backend="nccl")  # there is no GPU
+except TooFewGPUs:
+    show(initialize_ddp(backend="gloo"))
+"""
+
+
+@pytest.mark.parametrize("how", ["torchrun", "own store"])
+def test_after_too_few_gpus_all_ranks_can_go_on_with_the_cpu(tmp_path, how):
+    path = script(tmp_path, TRY_GPUS_FIRST)
+    ended = [run(*torchrun(2, path), cwd=tmp_path)] if how == "torchrun" else run_each(path, 2)
+    assert [each.code for each in ended] == [0] * len(ended), ended[0].stderr
+    assert [rank[:3] for rank in shown(tmp_path)] == [[True, rank, rank] for rank in range(2)]
+
+
 @pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_two_nodes(tmp_path, restarts):
     """Two torchrun agents on this host act as two nodes, so local ranks differ from ranks.

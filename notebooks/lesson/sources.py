@@ -47,7 +47,7 @@ def show_diff(old: str, new: str, *words: str) -> None:
 def changes(old: str, new: str) -> list[Change]:
     """Return what changed between two scripts, in the order of the file.
 
-    If several functions were removed together, each is a change of its own.
+    If several functions were removed together, or replaced, each is a change of its own.
     """
     before, after = ((SCRIPTS / name).read_text().splitlines() for name in (old, new))
     old_places, new_places = _places(before), _places(after)
@@ -56,7 +56,10 @@ def changes(old: str, new: str) -> list[Change]:
         starts = [i1, *(i for i in range(i1 + 1, i2) if before[i] and not before[i - 1]), i2]
         for start, end in pairwise(starts) if what != "equal" else ():
             added = after[j1:j2] if end == i2 else []
-            place = new_places[min(j1, len(after) - 1)] if added else old_places[start]
+            place = new_places[j1] if added else old_places[start]
+            if end > start and old_places[start] != place:  # something else stands here now
+                found.append(Change(old_places[start], before[start:end], []))
+                start = end
             found.append(Change(place, before[start:end], added))
     return found
 

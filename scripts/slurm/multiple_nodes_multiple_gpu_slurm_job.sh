@@ -22,7 +22,7 @@
 PYTHON=${PYTHON:-.venv/bin/python}
 TRAIN=(scripts/train_reference.py 20 5)
 [ $# = 0 ] || TRAIN=("$@")      # what you name after this file, instead
-export RUN_DIR=runs/$SLURM_JOB_ID  # train_reference.py saves here; a requeued job keeps its id
+export RUN_DIR=runs/$SLURM_JOB_ID  # a requeued job keeps its id, and a new job starts over
 INTERFACE=                      # such as ib0 or eth0, if NCCL or Gloo choose the wrong network;
                                 # `ip -brief address` on a node lists the names
 # module load cuda              # and whatever else your cluster needs
