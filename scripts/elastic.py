@@ -30,11 +30,11 @@ import datautils
 
 GLOBAL_BATCH, EPOCH = 96, 15  # samples per step, however many workers there are; steps per epoch
 SNAPSHOT, SAVE_EVERY = Path("elastic_snapshot.pt"), 10 * EPOCH  # steps
-TIMEOUT = timedelta(seconds=10)  # the longest that a worker may let the others wait in a step
-OPENING = timedelta(seconds=2)  # the longest that opening a group may take
+# The longest that a worker may let the others wait: in a step, and while a group opens.
+TIMEOUT, OPENING = timedelta(seconds=10), timedelta(seconds=2)
+BEAT, FROZEN = 0.5, 4.0  # seconds from one sign of life to the next, and until a worker is out
 # Seconds that a new group waits for workers that are late, and a worker for a coordinator.
 LAST_CALL, RETRY = 2.0, 60
-BEAT, FROZEN = 0.5, 4.0  # seconds from one sign of life to the next, and until a worker is out
 TOKEN = os.environ.get("ELASTIC_TOKEN") or secrets.token_hex(16)  # who does not know it is dropped
 MESSAGE = 96  # bytes: all messages are as long, so that one read is one message
 
@@ -63,26 +63,24 @@ class Coordinator:
     """
 
     def __init__(self, server, processes):
-        self.server, self.processes, self.finished = server, processes, False
-        self.heard, self.workers = {}, {}  # when a connection last spoke; if it waits, its progress
+        self.server, self.local, self.finished = server, processes, False
+        self.heard, self.workers = {}, {}  # when a connection last spoke; its progress if it waits
         self.members, self.generation, self.store = [], int(time.time()), None  # of the group
-        self.expected, self.opened, self.deadline = len(processes), 0.0, 0.0
+        self.expected, self.deadline = len(processes), 0.0
 
     def run(self):
         """Return whether a worker has finished, as soon as nobody is left."""
         while self.heard or self._expects_workers():
             self._listen()
             waiting = {worker: progress for worker, progress in self.workers.items() if progress}
-            left = [m for m in self.members if m in waiting or m not in self.workers]
-            # Somebody who wants to join also ends the group, but lets it take some steps before.
-            if left or not self.members or (waiting and time.monotonic() > self.opened + 1):
+            if not self.members or any(self.workers.get(m, True) for m in self.members):
                 self._call_the_roll(waiting)
+            elif waiting:  # all members train, and somebody wants to join
+                send(self.members[0], "leave", self.generation)  # after its step
         return self.finished
 
     def _expects_workers(self):
-        return any(p.poll() is None for p in self.processes) or not (
-            self.processes or self.finished
-        )
+        return any(p.poll() is None for p in self.local) or not (self.local or self.finished)
 
     def _listen(self):
         """Read what has arrived. Drop who is gone, a stranger, or silent for too long."""
@@ -107,10 +105,9 @@ class Coordinator:
         if self.members or not waiting:
             self.members, self.store, self.deadline = [], None, time.monotonic() + LAST_CALL
         late = len(waiting) < max(self.expected, len(self.workers))
-        unknown = not any(group for group, step in waiting.values())  # nobody has trained yet
-        if not waiting or (late and (unknown or time.monotonic() < self.deadline)):
+        if not waiting or (late and time.monotonic() < self.deadline):
             return
-        self.generation, self.opened, self.expected = self.generation + 1, time.monotonic(), 0
+        self.generation, self.expected = self.generation + 1, 0
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         # Rank 0 gives its state to the others, so it must have the most steps of the last group.
         self.members = sorted(waiting, key=lambda worker: waiting[worker], reverse=True)
@@ -133,10 +130,10 @@ class Worker:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.step = 0  # how many it has taken
+        # Steps taken; the last group that it was in; one that is over.
+        self.step = self.group = self.over = 0
         if SNAPSHOT.exists():
             self.load_state_dict(torch.load(SNAPSHOT, weights_only=True))
-        self.group = self.over = 0  # the last group that it was in, and the last one that is over
         self.connection, self.opened, self.replies = socket.socket(), set(), queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -150,8 +147,9 @@ class Worker:
                 self._cut()
                 while message := receive(connection):
                     if message[0] == "over":
-                        self.over = message[1]
                         self._cut()
+                    if message[0] in ("over", "leave"):
+                        self.over = message[1]
                     elif message[0] in ("open", "finished"):
                         self.replies.put(message[1:])
                     send(connection, "busy")
@@ -229,16 +227,17 @@ class Worker:
         model = DDP(self.model, init_sync=False)  # it is in sync
         if rank == 0:
             print(f"step {self.step}: {world} workers", flush=True)
-        while self.step < steps and self.over < self.group:
+        while self.step < steps:
             self._take_step(model, rank, world)
             if rank == 0 and self.step % SAVE_EVERY == 0:
                 datautils.save(SNAPSHOT, self.state_dict(), self.step // EPOCH)
-        if self.step == steps:
-            if rank == 0:
-                datautils.save("elastic.pt", self.model.state_dict(), self.step // EPOCH)
-                SNAPSHOT.unlink(missing_ok=True)
-            dist.barrier()  # rank 0 may die before it has saved
-        return self.step == steps
+            if self.over == self.group:  # in the last step, or before it
+                return False
+        if rank == 0:
+            datautils.save("elastic.pt", self.model.state_dict(), self.step // EPOCH)
+            SNAPSHOT.unlink(missing_ok=True)
+        dist.barrier()  # rank 0 may die before it has saved
+        return True
 
     def _take_step(self, model, rank, world):
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
