@@ -8,6 +8,7 @@ lost, and all workers must end with the weights of a loop without DDP.
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -28,7 +29,6 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests")]  # datautils, harness
 
-import warm_start  # noqa: E402
 from elastic_job import (  # noqa: E402
     HALF,
     HALF_OF_0,
@@ -95,7 +95,7 @@ class Round:
             printed = self.launchers[0].wait_for("one more: ")
             pids = re.findall(r"\d+", printed.partition("workers:")[2].partition("\n")[0])
             self.workers.update({int(pid): None for pid in pids})
-            wait_until(lambda: self.rank_0() is not None)
+            wait_until(self.rank_0)
             while len(happened) < number:
                 self.sleep(self.random.random() * 2)
                 if self.over():
@@ -104,6 +104,7 @@ class Round:
             while self.stopped:
                 self.sleep(0.1)
             self.launchers[-1].wait(LIMIT)
+            self.forget_the_dead()
             for running in self.workers.values():
                 if running:
                     code = running.wait(20).code
@@ -117,7 +118,7 @@ class Round:
         self.launchers.append(self.start("--nproc", str(nproc), "--port", str(self.port)))
 
     def start(self, *flags: str) -> Running:
-        command = [sys.executable, self.job, "--steps", str(self.steps), *flags]
+        command: list[str | Path] = [sys.executable, self.job, "--steps", str(self.steps), *flags]
         return self.stack.enter_context(Running(*command, cwd=self.folder, env=self.environment))
 
     def join(self) -> int:
@@ -136,15 +137,20 @@ class Round:
                 found.append(Record(int(path.stem), kind, when, group, step, more))
         return sorted(found, key=lambda record: record.when)
 
-    def rank_0(self) -> int | None:
+    def rank_0(self) -> int:
+        """Return the newest rank 0, or 0 while nobody trains."""
         tries = [r for r in self.records() if r.kind == "try" and r.more[0] == 0]
-        return tries[-1].pid if tries else None
+        return tries[-1].pid if tries else 0
+
+    def forget_the_dead(self) -> None:
+        """Forget the workers that have died at a moment that the drill has chosen."""
+        for record in self.records():
+            if record.kind == "dies":
+                self.workers.pop(record.pid, None)
 
     def victims(self, number: int) -> list[int]:
         """Choose among the workers that run, but leave one that has the newest state."""
-        for record in self.records():
-            if record.kind == "dies":  # the drill has told it to
-                self.workers.pop(record.pid, None)
+        self.forget_the_dead()
         tries = [record for record in self.records() if record.kind == "try"]
         newest = max((record.group for record in tries), default=0)
         running = [pid for pid in self.workers if pid not in self.stopped]
@@ -180,16 +186,17 @@ class Round:
 
     def happen(self, fault: str) -> str:
         """Let a fault happen, and return its name."""
-        self.victims(0)  # forget the dead
+        self.forget_the_dead()
         while len(self.workers) - len(self.stopped) < 3:
             self.join()
-        rank_0, some = self.rank_0(), self.victims(1)
-        others = [pid for pid in some if rank_0 in self.workers and rank_0 not in self.stopped]
+        some, rank_0 = self.victims(1), self.rank_0()
+        first = [pid for pid in [rank_0] if pid in self.workers and pid not in self.stopped]
+        first = first if some else []
         match fault:
             case "kill":
                 self.kill(some)
             case "kill rank 0":
-                self.kill([rank_0] if others else [])
+                self.kill(first)
             case "kill two":
                 self.kill(self.victims(2))
             case "kill all but one":
@@ -205,7 +212,7 @@ class Round:
             case "stop for long":
                 self.stop(some, 4 + 4 * self.random.random())
             case "stop rank 0":
-                self.stop([rank_0] if others else [], self.random.random() * 6)
+                self.stop(first, self.random.random() * 6)
             case "join":
                 self.join()
             case "three join":
@@ -228,7 +235,6 @@ class Round:
         self.launchers[-1].process.kill()
         self.launchers[-1].process.wait(20)
         if self.random.random() < 0.5:
-            self.stopped_before = dict(self.stopped)
             for pid in self.victims(1):
                 running = self.workers.pop(pid)
                 os.kill(pid, signal.SIGKILL)
@@ -263,7 +269,10 @@ class Round:
 
 def check_steps(records: Sequence[Record], batches: list[list[int]]) -> list[str]:
     """Return what is wrong with the samples that were read and the steps that were done."""
-    wrong, tries, first, best = [], {}, {}, {}
+    wrong: list[str] = []
+    tries: dict[tuple[int, int], dict[int, list[int]]] = {}
+    first: dict[int, int] = {}
+    best: dict[int, dict[int, tuple[int, int]]] = {}
     for pid, kind, _, group, step, more in records:
         if kind == "try":
             shares = tries.setdefault((group, step), {})
@@ -371,8 +380,8 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["plain"])
     args = parser.parse_args()
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # as elastic.py's launcher sets it
     torch.set_num_threads(1)
+    warm_start: Any = importlib.import_module("warm_start")  # of the tests: it starts faster
     warm_start.install()
     plain = train_plainly(args.steps)
     results, times = [], {}  # type: ignore[var-annotated]

@@ -61,9 +61,8 @@ class Logged(elastic.Worker):
         self.share = (0, 1)
         super().__init__(address)
         VARIANTS[variant](self)
-        self.data.images = Images(
-            self.data.images, lambda mine: self.write("try", *self.share, mine)
-        )
+        images: Any = Images(self.data.images, lambda own: self.write("try", *self.share, own))
+        self.data.images = images
         self.optimizer.register_step_post_hook(lambda *_: self.write("commit"))
 
     def write(self, kind: str, *more: Any) -> None:
@@ -100,7 +99,7 @@ class Logged(elastic.Worker):
                 time.sleep(0.1)  # until it has arrived
                 self.die()
 
-        elastic.dist.broadcast = counted  # type: ignore[assignment]
+        elastic.dist.broadcast = counted
 
     def backward(self, model: nn.Module, rank: int, world: int) -> None:
         self.share = rank, world
@@ -152,7 +151,7 @@ def no_sync(worker: Logged) -> None:
             assert parameter.grad is not None
             parameter.grad /= 2
 
-    worker.differentiate = differentiate  # type: ignore[method-assign]
+    worker.differentiate = differentiate  # type: ignore
 
 
 def batch_norm(worker: Logged) -> None:
@@ -171,7 +170,7 @@ def forked(worker: Logged) -> None:
             fork.Process(target=time.sleep, args=[CHILD_LIVES], daemon=True).start()
         differentiate(*args)
 
-    worker.differentiate = fork_first  # type: ignore[method-assign]
+    worker.differentiate = fork_first  # type: ignore
 
 
 VARIANTS = {each.__name__: each for each in (plain, buckets, unused, no_sync, batch_norm, forked)}
