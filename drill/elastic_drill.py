@@ -45,13 +45,14 @@ import datautils  # noqa: E402
 JOB = ROOT / "drill" / "elastic_job.py"
 FAULTS = [
     *("kill", "kill rank 0", "kill two", "kill all but one", "kill in the roll call"),
-    *("kill while opening", "kill in the take-over", "term", "stop", "stop for long"),
+    *("kill in the opening", "kill in the take-over", "term", "stop", "stop for long"),
     *("stop rank 0", "join", "three join", "join and die", "kill the coordinator"),
-    *("step fails", "step of rank 0 fails"),
+    *("step fails", "step of rank 0 fails", "tear the take-over"),
 ]
 BATCH, EPOCH = 96, 15
 LIMIT = 120  # seconds for a round
-BOUND = 12.0  # seconds: TIMEOUT + 2, the longest from a death to the next step
+# The most seconds from a death to the next step: TIMEOUT + 2, or if nothing else is wrong.
+BOUND, BOUND_ALONE = 12.0, 5.0
 
 
 class Record(NamedTuple):
@@ -85,6 +86,7 @@ class Round:
         self.launchers: list[Running] = []
         self.workers: dict[int, Running | None] = {}  # that live; those that joined have their own
         self.stopped: dict[int, float] = {}  # until when
+        self.ordered = 0  # faults at a moment
         self.deaths: list[tuple[float, int, str]] = []
 
     def run(self, faults: Sequence[str], number: int) -> list[str]:
@@ -201,9 +203,9 @@ class Round:
                 self.kill(self.victims(2))
             case "kill all but one":
                 self.kill(self.victims(100))
-            case "kill in the roll call" | "kill while opening" | "kill in the take-over":
+            case "kill in the roll call" | "kill in the opening" | "kill in the take-over":
                 moments = {"roll call": ROLL_CALL, "opening": OPENING, "take-over": TAKE_OVER}
-                (self.folder / moments[fault.split(maxsplit=2)[2].removeprefix("the ")]).touch()
+                self.order(moments[fault.split(maxsplit=2)[2].removeprefix("the ")])
                 self.join()
             case "term":
                 self.kill(some, signal.SIGTERM)
@@ -225,10 +227,19 @@ class Round:
             case "kill the coordinator":
                 self.kill_coordinator()
             case "step fails":
-                (self.folder / HALF).touch()
+                self.order(HALF)
             case "step of rank 0 fails":
-                (self.folder / HALF_OF_0).touch()
+                self.order(HALF_OF_0)
+            case "tear the take-over":  # one has a step more than the others, and dies as rank 0
+                self.order(HALF, len(self.workers) - len(self.stopped) - 1)
+                self.order(TAKE_OVER)
         return fault
+
+    def order(self, moment: str, number: int = 1) -> None:
+        """Order faults at a moment, for as many workers."""
+        for _ in range(number):
+            self.ordered += 1
+            (self.folder / f"{moment}@{self.ordered}").touch()
 
     def kill_coordinator(self) -> None:
         """Kill it, perhaps a worker as well, and start another one at the same port."""
@@ -263,6 +274,7 @@ class Round:
             wrong.append(f"weights differ by {difference:.1e}")
         times = times_to_go_on(records, self.deaths)
         late = [t for kind in times.values() for t in kind if t > BOUND]
+        late += [t for t in times.get("alone", []) if BOUND > t > BOUND_ALONE]
         wrong += [f"{t:.2f} s from a death to the next step" for t in late]
         return Result([], wrong, difference, times, len({r.group for r in records}))
 
