@@ -326,8 +326,10 @@ def times_to_go_on(
     return times
 
 
-def train_plainly(steps: int, variant: str = "plain") -> tuple[list[list[int]], dict[str, Any]]:
+def train_plainly(steps: int) -> tuple[list[list[int]], dict[str, Any]]:
     """Train without DDP and without elastic.py. Return the batches and the weights, in float64."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     data = datautils.MyTrainDataset()
@@ -347,6 +349,7 @@ def train_plainly(steps: int, variant: str = "plain") -> tuple[list[list[int]], 
         nn.functional.cross_entropy(outputs, data.digits[batch]).backward()
         optimizer.step()
     torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(threads)
     return batches[:steps], model.state_dict()
 
 
@@ -392,7 +395,6 @@ def main() -> None:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["plain"])
     args = parser.parse_args()
-    torch.set_num_threads(1)
     warm_start: Any = importlib.import_module("warm_start")  # of the tests: it starts faster
     warm_start.install()
     plain = train_plainly(args.steps)

@@ -26,7 +26,6 @@ sys.path.insert(0, str(ROOT))  # datautils and the scripts, perhaps a copy of th
 from scripts import elastic  # noqa: E402
 
 VARIABLE = "ELASTIC_DRILL"
-CHILD_LIVES = 6  # seconds
 ROLL_CALL, OPENING, TAKE_OVER = "in-the-roll-call", "in-the-opening", "in-the-take-over"
 HALF, HALF_OF_0 = "step-fails", "step-of-rank-0-fails"
 
@@ -163,6 +162,13 @@ def batch_norm(worker: Logged) -> None:
     worker.model.append(nn.BatchNorm1d(10, affine=False))
 
 
+def outlive() -> None:
+    """Live until the training has ended, but not for ever."""
+    deadline = time.monotonic() + 60
+    while not Path("elastic.pt").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def forked(worker: Logged) -> None:
     """A forked process, such as a DataLoader's, outlives its worker: it has copies of sockets."""
     differentiate, groups = worker.differentiate, set()
@@ -171,7 +177,7 @@ def forked(worker: Logged) -> None:
         if worker.group not in groups:
             groups.add(worker.group)
             fork = multiprocessing.get_context("fork")
-            fork.Process(target=time.sleep, args=[CHILD_LIVES], daemon=True).start()
+            fork.Process(target=outlive, daemon=True).start()
         differentiate(*args)
 
     worker.differentiate = fork_first  # type: ignore

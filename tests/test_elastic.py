@@ -88,9 +88,14 @@ MUTANTS = {
         *("forked", "kill"),
     ),
     "the broadcast is in place": ("file = io.BytesIO()", IN_PLACE, "plain", "tear the take-over"),
+    "the exception is held": (
+        "failures.append(self.step)",
+        "failures.append(self.step)\n                self.held = error",
+        *("unused", "kill"),
+    ),
     "a failed step stays in BatchNorm": (
         *("self.model.load_state_dict(buffers, strict=False)", "pass"),
-        *("batch_norm", "step of rank 0 fails"),
+        *("batch_norm", "kill"),
     ),
 }
 
