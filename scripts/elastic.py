@@ -63,24 +63,22 @@ class Coordinator:
     """
 
     def __init__(self, server, processes):
-        self.server, self.local, self.finished = server, processes, False
+        self.server, self.local, self.done = server, processes, False
         self.heard, self.workers = {}, {}  # when a connection last spoke; its progress if it waits
-        self.members, self.generation, self.store = [], int(time.time()), None  # of the group
+        # Those in the group, and in the last one that was opened; its number and its store.
+        self.members, self.called, self.generation, self.store = [], [], int(time.time()), None
         self.expected, self.deadline = len(processes), 0.0
 
     def run(self):
         """Return whether a worker has finished, as soon as nobody is left."""
-        while self.heard or self._expects_workers():
+        while self.heard or None in [p.poll() for p in self.local] or not (self.local or self.done):
             self._listen()
             waiting = {worker: progress for worker, progress in self.workers.items() if progress}
             if not self.members or any(self.workers.get(m, True) for m in self.members):
                 self._call_the_roll(waiting)
             elif waiting:  # all members train, and somebody wants to join
                 send(self.members[0], "leave", self.generation)  # after its step
-        return self.finished
-
-    def _expects_workers(self):
-        return any(p.poll() is None for p in self.local) or not (self.local or self.finished)
+        return self.done
 
     def _listen(self):
         """Read what has arrived. Drop who is gone, a stranger, or silent for too long."""
@@ -91,8 +89,11 @@ class Coordinator:
                 continue
             message = receive(ready)
             self.heard[ready] = time.monotonic() if message else 0.0
-            self.workers[ready] = message[1:] or self.workers.get(ready)
-            self.finished = self.finished or message == ["finished"]
+            self.workers.setdefault(ready, None)
+            # If our last reply has crossed a report, the worker reads it and is not waiting.
+            if len(message) > 1 and (ready not in self.called or message[1] == self.generation):
+                self.workers[ready] = message[2:]
+            self.done = self.done or message == ["finished"]
         for worker in [w for w, heard in self.heard.items() if time.monotonic() > heard + FROZEN]:
             del self.heard[worker]
             self.workers.pop(worker, None)
@@ -110,11 +111,11 @@ class Coordinator:
         self.generation, self.expected = self.generation + 1, 0
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         # Rank 0 gives its state to the others, so it must have the most steps of the last group.
-        self.members = sorted(waiting, key=lambda worker: waiting[worker], reverse=True)
+        self.members = self.called = sorted(waiting, key=lambda each: waiting[each], reverse=True)
         for rank, member in enumerate(self.members):
             self.workers[member] = None
             group = ["open", self.generation, rank, len(waiting), self.store.port]
-            send(member, *(["finished"] if self.finished else group))
+            send(member, *(["finished"] if self.done else group))
 
 
 def open_sockets():
@@ -130,8 +131,8 @@ class Worker:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        # Steps taken; the last group that it was in; one that is over.
-        self.step = self.group = self.over = 0
+        # Steps taken; the last group that it was called to, the last that it was in; one is over.
+        self.step = self.called = self.group = self.over = 0
         if SNAPSHOT.exists():
             self.load_state_dict(torch.load(SNAPSHOT, weights_only=True))
         self.connection, self.opened, self.replies = socket.socket(), set(), queue.SimpleQueue()
@@ -183,23 +184,22 @@ class Worker:
     def _next_group(self):
         """Return the next group's number, this worker's rank, the size and the store's port."""
         for _ in range(RETRY):
-            send(self.connection, "waiting", self.group, self.step)
+            send(self.connection, "waiting", self.called, self.group, self.step)
             with suppress(queue.Empty):
                 return self.replies.get(timeout=1)  # nothing if the others have finished
         sys.exit(f"error: nobody at {self.host}:{self.port} answers to this ELASTIC_TOKEN")
 
     def _open_group(self, group, rank, world, port):
+        self.called = group
         store = dist.TCPStore(self.host, port, is_master=False, timeout=OPENING)
-        before, hook, timeout = open_sockets(), sys.excepthook, OPENING / 5
+        before, timeout = open_sockets(), OPENING / 5
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         # To connect, gloo waits five times as long as this group's timeout.
         dist.group.WORLD.set_timeout(TIMEOUT)  # type: ignore[union-attr]
-        sys.excepthook = hook  # each group would wrap it once more
         self.opened = open_sockets() - before
         file = io.BytesIO()
         torch.save(self.state_dict(), file)
-        size = torch.tensor(file.tell())
-        dist.broadcast(size, src=0)
+        dist.broadcast(size := torch.tensor(file.tell()), src=0)
         content = bytearray(file.getvalue().ljust(int(size))[: int(size)])
         dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), src=0)
         # All of rank 0's state has arrived: if it dies while it sends, nobody uses a mixture.
@@ -211,6 +211,7 @@ class Worker:
         if not dist.is_initialized():  # opening it has failed, but PyTorch has counted the group
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()  # the count, of which PyTorch makes names, is 0 again
+        sys.excepthook = sys.__excepthook__  # which each group wraps once more
 
     def state_dict(self):
         """Return all that a step changes. A scheduler and a scaler belong in here, too."""

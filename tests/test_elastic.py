@@ -1,13 +1,14 @@
 """scripts/elastic.py goes on exactly when workers die, freeze and join, and drops strangers."""
 
 import os
+import select
 import shutil
 import signal
 import socket
 import sys
 import textwrap
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import psutil
 import pytest
@@ -79,7 +80,7 @@ MUTANTS = {
         *("plain", "step of rank 0 fails"),
     ),
     "ranks are not in the order of steps": (
-        "sorted(waiting, key=lambda worker: waiting[worker], reverse=True)",
+        "sorted(waiting, key=lambda each: waiting[each], reverse=True)",
         "list(waiting)",
         *("plain", "step of rank 0 fails"),
     ),
@@ -182,7 +183,12 @@ def test_strangers_are_dropped_and_the_training_goes_on(tmp_path):
     path, port = script(tmp_path, worker=SLOW), free_port()
     with start(path, port=port) as running:
         running.wait_for(": 2 workers")
-        said = b"GET / HTTP/1.1\r\n\r\n", b"x" * 500, b"wrong waiting 9 999".ljust(96), b"\xff\xfe"
+        said = (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"x" * 500,
+            b"wrong waiting 9 9 999".ljust(96),
+            b"\xff\xfe",
+        )
         strangers = [socket.create_connection(("localhost", port), 30) for _ in [*said, b""]]
         for stranger, words in zip(strangers, [*said, b""], strict=True):
             stranger.sendall(words)
@@ -324,6 +330,20 @@ def test_a_frozen_worker_is_left_out_and_comes_back(tmp_path):
         assert running.wait().code == 0
 
 
+@contextmanager
+def coordinated():
+    """Run a coordinator without local workers; it must end with True when a worker has finished."""
+    done = []
+    with socket.create_server(("", 0), backlog=1000) as server:
+        thread = threading.Thread(target=lambda: done.append(elastic.Coordinator(server, []).run()))
+        thread.start()
+        with talk(server.getsockname()[1], "waiting", 0, 0, 0) as worker:
+            yield worker, server.getsockname()[1]
+            elastic.send(worker, "finished")
+        thread.join(30)
+    assert done == [True]
+
+
 def talk(port, *words):
     connection = socket.create_connection(("localhost", port), 30)
     elastic.send(connection, *words)
@@ -331,38 +351,45 @@ def talk(port, *words):
 
 
 def test_who_joins_after_the_end_does_not_train_again():
-    server = socket.create_server(("", 0))
-    port, done = server.getsockname()[1], []
-    coordinator = elastic.Coordinator(server, [])
-    thread = threading.Thread(target=lambda: done.append(coordinator.run()))
-    thread.start()
-    with server, talk(port, "waiting", 0, 0) as worker:
-        word, _, *place = elastic.receive(worker)
-        assert word == "open" and place[:2] == [0, 1]
+    with coordinated() as (worker, port):
+        word, _, *place, _ = elastic.receive(worker)
+        assert [word, *place] == ["open", 0, 1]
         elastic.send(worker, "finished")
-        wait_until(lambda: coordinator.finished)
-        with talk(port, "waiting", 0, 0) as late:
-            worker.close()
+        with talk(port, "waiting", 0, 0, 0) as late:
+            wait_until(lambda: select.select([worker, late], [], [], 0)[0])
+            elastic.send(worker, "waiting", 0, 0, 0)  # as if its last barrier had failed
+            worker.shutdown(socket.SHUT_RDWR)
             assert elastic.receive(late) == ["finished"]
-        thread.join(30)
-    assert done == [True]
+
+
+def test_a_report_that_crosses_the_reply_does_not_end_the_group():
+    """Otherwise the worker takes each reply for the one to its next report, for ever."""
+    with coordinated() as (worker, _):
+        word, group, *_ = elastic.receive(worker)
+        elastic.send(worker, "waiting", 0, 0, 0)  # it was on its way when the reply was
+        assert word == "open" and not select.select([worker], [], [], 1)[0]
+        elastic.send(worker, "waiting", group, group, 5)  # this is after the reply
+        assert elastic.receive(worker) == ["over", group]
+        assert elastic.receive(worker)[:3] == ["open", group + 1, 0]
+
+
+def test_rank_0_is_a_member_of_the_last_group_with_the_most_steps():
+    with coordinated() as (worker, port):
+        _, group, *_ = elastic.receive(worker)
+        with talk(port, "waiting", 0, 0, 999), talk(port, "waiting", 0, group - 1, 50):
+            assert elastic.receive(worker) == ["leave", group]
+            elastic.send(worker, "waiting", group, group, 40)
+            while (message := elastic.receive(worker))[0] != "open":
+                pass
+            assert message[1:4] == [group + 1, 0, 3]
 
 
 def test_a_flood_of_silent_strangers_ends_nothing():
-    server = socket.create_server(("", 0), backlog=2000)
-    coordinator = elastic.Coordinator(server, [])
-    thread = threading.Thread(target=coordinator.run)
-    thread.start()
-    port = server.getsockname()[1]
-    with server:
+    with coordinated() as (worker, port):
         strangers = [socket.create_connection(("localhost", port)) for _ in range(300)]
-        with talk(port, "waiting", 0, 0) as worker:
-            assert elastic.receive(worker)[0] == "open"
-            elastic.send(worker, "finished")
-            for stranger in strangers:
-                stranger.close()
-        thread.join(30)
-    assert not thread.is_alive()
+        assert elastic.receive(worker)[0] == "open"
+        for stranger in strangers:
+            stranger.close()
 
 
 def test_the_token_is_printed_once_and_no_command_line_shows_it(tmp_path):
