@@ -103,14 +103,16 @@ class Coordinator:
         """Open the next group as soon as all who live have reported, or when their time is up."""
         for member in set(self.members).intersection(self.workers):
             send(member, "over", self.generation)
-        if self.members or not waiting:
+        # Those who know nothing do not begin while somebody lives who may know more.
+        unknowing = len(waiting) < len(self.workers) and not any(k for k, _ in waiting.values())
+        if self.members or not waiting or unknowing:
             self.members, self.store, self.deadline = [], None, time.monotonic() + LAST_CALL
         late = len(waiting) < max(self.expected, len(self.workers))
         if not waiting or (late and time.monotonic() < self.deadline):
             return
         self.generation, self.expected = self.generation + 1, 0
         self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        # Rank 0 gives its state to the others, so it must have the most steps of the last group.
+        # Rank 0 gives its state to the others, so it must have the most steps, and not from a file.
         self.members = self.called = sorted(waiting, key=lambda each: waiting[each], reverse=True)
         for rank, member in enumerate(self.members):
             self.workers[member] = None
@@ -184,15 +186,14 @@ class Worker:
     def _next_group(self):
         """Return the next group's number, this worker's rank, the size and the store's port."""
         for _ in range(RETRY):
-            send(self.connection, "waiting", self.called, self.group, self.step)
+            send(self.connection, "waiting", self.called, min(self.group, 1), self.step)
             with suppress(queue.Empty):
                 return self.replies.get(timeout=1)  # nothing if the others have finished
         sys.exit(f"error: nobody at {self.host}:{self.port} answers to this ELASTIC_TOKEN")
 
     def _open_group(self, group, rank, world, port):
-        self.called = group
+        self.called, before, timeout = group, open_sockets(), OPENING / 5
         store = dist.TCPStore(self.host, port, is_master=False, timeout=OPENING)
-        before, timeout = open_sockets(), OPENING / 5
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         # To connect, gloo waits five times as long as this group's timeout.
         dist.group.WORLD.set_timeout(TIMEOUT)  # type: ignore[union-attr]
