@@ -70,11 +70,11 @@ def on_cpu(content):
 
 def save(path, content, epoch):
     """Replace the file at `path` in one step: a crash leaves the old file or the new one."""
-    with Path(f"{path}.tmp").open("wb") as file:
+    with Path(f"{path}.{os.getpid()}.tmp").open("wb") as file:  # a frozen process keeps its own
         torch.save(on_cpu(content), file)
         file.flush()
         os.fsync(file.fileno())
-    Path(f"{path}.tmp").replace(path)
+    Path(file.name).replace(path)
     print(f"saved {path} after epoch {epoch}")
 
 

@@ -54,6 +54,7 @@ PRELOADED += ("torch._dynamo",)  # a second of CPU time, for the first optimizer
 READ_AT_START = ("PYTHON", "TORCH_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "OPENBLAS_")
 HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
 HANDLED |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}  # torchrun reads it when it makes a store
+HANDLED |= {"TORCH_CPP_LOG_LEVEL"}  # a fork keeps the template's: that is only about warnings
 HANDLED |= {"PYTHON"}  # only the Makefile reads it
 
 SPACE = "_" * 2**14  # pads the template's arguments and environment, see `_show_to_others`

@@ -1,0 +1,435 @@
+"""Hit scripts/elastic.py with random faults, and compare samples and weights with a plain loop.
+
+python drill/elastic_drill.py --rounds 20 --seed 0 [--variant unused] [--faults "kill" "join"]
+
+A round starts the real launcher and more workers with `--join`. Faults hit them at random moments,
+until the training ends. Every step must have read exactly its batch, no step that is done may be
+lost, and all workers must end with the weights of a loop without DDP.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path += [str(ROOT), str(ROOT / "tests")]  # datautils, harness
+
+from elastic_job import (  # noqa: E402
+    HALF,
+    HALF_OF_0,
+    OPENING,
+    ROLL_CALL,
+    TAKE_OVER,
+    VARIABLE,
+    VARIANTS,
+)
+from harness import Running, free_port, wait_until  # noqa: E402
+
+import datautils  # noqa: E402
+
+JOB = ROOT / "drill" / "elastic_job.py"
+FAULTS = [
+    *("kill", "kill rank 0", "kill two", "kill all but one", "kill in the roll call"),
+    *("kill in the opening", "kill in the take-over", "term", "stop", "stop for long"),
+    *("stop rank 0", "join", "three join", "join and die", "kill the coordinator"),
+    *("step fails", "step of rank 0 fails", "step fails everywhere", "tear the take-over"),
+]
+BATCH, EPOCH = 96, 15
+LIMIT = 120  # seconds for a round
+# The most seconds from a death to the next step: TIMEOUT + 2, or if nothing else is wrong.
+BOUND, BOUND_ALONE = 12.0, 5.0
+
+
+class Record(NamedTuple):
+    """A line of a worker's log."""
+
+    pid: int
+    kind: str
+    when: float
+    group: int
+    step: int
+    more: list[Any]
+
+
+class Result(NamedTuple):
+    faults: list[str]
+    wrong: list[str]
+    difference: float  # the largest of a weight
+    times: dict[str, list[float]]  # from a death to the next step
+    groups: int
+
+
+class Round:
+    def __init__(
+        self, folder: Path, seed: int, steps: int, pace: float, variant: str, job: Path
+    ) -> None:
+        self.folder, self.steps, self.job, self.variant = folder, steps, job, variant
+        self.random = Random(f"{seed} {variant}")
+        self.port = free_port()
+        self.environment = {"ELASTIC_TOKEN": f"secret{seed}", VARIABLE: json.dumps([variant, pace])}
+        self.environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "drill"), str(ROOT)])
+        self.launchers: list[Running] = []
+        self.workers: dict[int, Running | None] = {}  # that live; those that joined have their own
+        self.stopped: dict[int, float] = {}  # until when
+        self.ordered = 0  # faults at a moment
+        self.deaths: list[tuple[float, int, str]] = []
+
+    def run(self, faults: Sequence[str], number: int) -> list[str]:
+        """Train while `number` faults happen, and return them."""
+        happened: list[str] = []
+        with ExitStack() as self.stack:
+            self.launch(self.random.randint(3, 5))
+            printed = self.launchers[0].wait_for("one more: ")
+            pids = re.findall(r"\d+", printed.partition("workers:")[2].partition("\n")[0])
+            self.workers.update({int(pid): None for pid in pids})
+            wait_until(self.rank_0)
+            while len(happened) < number:
+                self.sleep(self.random.random() * 2)
+                if self.over():
+                    break
+                happened.append(self.happen(self.random.choice(faults)))
+            while self.stopped:
+                self.sleep(0.1)
+            self.launchers[-1].wait(LIMIT)
+            self.forget_the_dead()
+            opened = {record.pid for record in self.records() if record.kind == "opens"}
+            for pid, running in self.workers.items():
+                if running and pid in opened:  # others may have come when there was no launcher
+                    code = running.wait(20).code
+                    assert code == 0, f"exit code {code}\n{running.text()}"
+            wait_until(lambda: not [p for each in self.launchers for p in each.processes()], 20)
+        code = self.launchers[-1].process.returncode
+        assert code == 0, f"the launcher's exit code is {code}\n{self.launchers[-1].text()}"
+        return happened
+
+    def launch(self, nproc: int) -> None:
+        self.launchers.append(self.start("--nproc", str(nproc), "--port", str(self.port)))
+
+    def start(self, *flags: str) -> Running:
+        command: list[str | Path] = [sys.executable, self.job, "--steps", str(self.steps), *flags]
+        return self.stack.enter_context(Running(*command, cwd=self.folder, env=self.environment))
+
+    def join(self) -> int:
+        running = self.start("--join", f"localhost:{self.port}")
+        self.workers[running.process.pid] = running
+        return running.process.pid
+
+    def over(self) -> bool:
+        return (self.folder / "elastic.pt").exists()
+
+    def records(self) -> list[Record]:
+        found = []
+        for path in self.folder.glob("*.log"):
+            for line in path.read_text().splitlines():
+                kind, when, group, step, *more = json.loads(line)
+                found.append(Record(int(path.stem), kind, when, group, step, more))
+        return sorted(found, key=lambda record: record.when)
+
+    def rank_0(self) -> int:
+        """Return the newest rank 0, or 0 while nobody trains."""
+        tries = [r for r in self.records() if r.kind == "try" and r.more[0] == 0]
+        return tries[-1].pid if tries else 0
+
+    def forget_the_dead(self) -> None:
+        """Forget the workers that have died at a moment that the drill has chosen."""
+        for record in self.records():
+            if record.kind == "dies":
+                self.workers.pop(record.pid, None)
+
+    def holders(self) -> list[int]:
+        """Return the workers that run and have the newest state."""
+        self.forget_the_dead()
+        tries = [record for record in self.records() if record.kind == "try"]
+        newest = max((record.group for record in tries), default=0)
+        have = {record.pid for record in tries if record.group == newest}
+        return [pid for pid in self.workers if pid in have and pid not in self.stopped]
+
+    def victims(self, number: int) -> list[int]:
+        """Choose among the workers that run, but leave one that has the newest state."""
+        holders = self.holders()
+        if not holders:
+            return []
+        spared = self.random.choice(holders)
+        running = [pid for pid in self.workers if pid not in self.stopped and pid != spared]
+        return self.random.sample(running, min(number, len(running)))
+
+    def kill(self, pids: Sequence[int], number: int = signal.SIGKILL) -> None:
+        for pid in pids:
+            beside = "beside a frozen one" if self.stopped else "alone"
+            running = self.workers.pop(pid)
+            self.deaths.append((time.monotonic(), pid, beside))
+            os.kill(pid, number)
+            if running:
+                running.process.wait(20)
+
+    def stop(self, pids: Sequence[int], seconds: float) -> None:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+            self.stopped[pid] = time.monotonic() + seconds
+
+    def sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            for pid in [pid for pid, until in self.stopped.items() if time.monotonic() > until]:
+                del self.stopped[pid]
+                os.kill(pid, signal.SIGCONT)
+            if time.monotonic() > end:
+                return
+            time.sleep(0.01)
+
+    def happen(self, fault: str) -> str:
+        """Let a fault happen, and return its name."""
+        self.forget_the_dead()
+        while len(self.workers) - len(self.stopped) < 3:
+            self.join()
+        some, holders = self.victims(1), self.holders()
+        first = [pid for pid in [self.rank_0()] if pid in holders and len(holders) > 1]
+        match fault:
+            case "kill":
+                self.kill(some)
+            case "kill rank 0":
+                self.kill(first)
+            case "kill two":
+                self.kill(self.victims(2))
+            case "kill all but one":
+                self.kill(self.victims(100))
+            case "kill in the roll call" | "kill in the opening" | "kill in the take-over":
+                moments = {"roll call": ROLL_CALL, "opening": OPENING, "take-over": TAKE_OVER}
+                self.order(moments[fault.split(maxsplit=2)[2].removeprefix("the ")])
+                self.join()
+            case "term":
+                self.kill(some, signal.SIGTERM)
+            case "stop":
+                self.stop(some, self.random.random())
+            case "stop for long":
+                self.stop(some, 4 + 4 * self.random.random())
+            case "stop rank 0":
+                self.stop(first, self.random.random() * 6)
+            case "join":
+                self.join()
+            case "three join":
+                for _ in range(3):
+                    self.join()
+            case "join and die":
+                pid = self.join()
+                time.sleep(self.random.random() * 0.6)
+                self.kill([pid])
+            case "kill the coordinator":
+                self.kill_coordinator()
+            case "step fails":
+                self.order(HALF)
+            case "step fails everywhere":
+                self.order(HALF, len(self.workers) - len(self.stopped))
+            case "step of rank 0 fails":
+                self.order(HALF_OF_0)
+            case "tear the take-over":  # one has a step more than the others, and dies as rank 0
+                self.order(HALF, len(self.workers) - len(self.stopped) - 1)
+                self.order(TAKE_OVER)
+        return fault
+
+    def order(self, moment: str, number: int = 1) -> None:
+        """Order faults at a moment, for as many workers."""
+        for _ in range(number):
+            self.ordered += 1
+            (self.folder / f"{moment}@{self.ordered}").touch()
+
+    def kill_coordinator(self) -> None:
+        """Kill it, perhaps a worker as well, and start another one at the same port."""
+        self.launchers[-1].process.kill()
+        self.launchers[-1].process.wait(20)
+        if self.random.random() < 0.5:
+            for pid in self.victims(1):
+                running = self.workers.pop(pid)
+                os.kill(pid, signal.SIGKILL)
+                if running:
+                    running.process.wait(20)
+        self.sleep(self.random.random())
+        self.launch(0)
+
+    def check(self, batches: list[list[int]], weights: dict[str, torch.Tensor]) -> Result:
+        """Compare the logs and the final weights with those of the plain loop."""
+        records = self.records()
+        wrong = check_steps(records, batches)
+        difference, files = 0.0, [*self.folder.glob("[0-9]*.pt")]
+        for path in [*files, self.folder / "elastic.pt"]:
+            loaded = torch.load(path)
+            step, own = loaded if isinstance(loaded, list) else (self.steps, loaded)
+            if step < self.steps:  # it waited for a group when the others had finished
+                continue
+            if self.variant == "batch_norm":
+                if own["3.num_batches_tracked"] != self.steps:
+                    wrong.append(f"BatchNorm counts {own['3.num_batches_tracked']} steps")
+            else:
+                differences = [(own[key] - weights[key]).abs().max().item() for key in weights]
+                difference = max([difference, *differences])
+        if difference > 1e-9:
+            wrong.append(f"weights differ by {difference:.1e}")
+        times = times_to_go_on(records, self.deaths)
+        late = [t for kind in times.values() for t in kind if t > BOUND]
+        late += [t for t in times.get("alone", []) if BOUND > t > BOUND_ALONE]
+        wrong += [f"{t:.2f} s from a death to the next step" for t in late]
+        return Result([], wrong, difference, times, len({r.group for r in records}))
+
+
+def check_steps(records: Sequence[Record], batches: list[list[int]]) -> list[str]:
+    """Return what is wrong with the samples that were read and the steps that were done."""
+    wrong: list[str] = []
+    tries: dict[tuple[int, int], dict[int, list[int]]] = {}
+    first: dict[int, int] = {}
+    best: dict[int, dict[int, tuple[int, int]]] = {}
+    for pid, kind, _, group, step, more in records:
+        if kind == "try":
+            shares = tries.setdefault((group, step), {})
+            shares.setdefault(more[0], []).extend(more[2])
+            first[group] = min(step, first.get(group, step))
+        elif kind == "opens" and group:  # a worker with the state of a group before
+            best.setdefault(more[0], {})[pid] = (group, step)
+    commits = {(record.group, record.step) for record in records if record.kind == "commit"}
+    for group, step in sorted(commits):
+        shares = tries[group, step]
+        if sorted(sample for mine in shares.values() for sample in mine) != sorted(batches[step]):
+            wrong.append(f"step {step} of group {group} has read other samples")
+    for group, step in first.items():
+        known = max(best.get(group, {}).values(), default=(0, 0))[1]
+        if step < known:
+            wrong.append(f"group {group} begins with step {step}, but {known} were done")
+        if step and step - 1 not in {done for earlier, done in commits if earlier < group}:
+            wrong.append(f"group {group} begins with step {step}, which nobody had reached")
+    if {step for _, step in commits} != set(range(len(batches))):
+        wrong.append("a step is missing")
+    return wrong
+
+
+def times_to_go_on(
+    records: Sequence[Record], deaths: Sequence[tuple[float, int, str]]
+) -> dict[str, list[float]]:
+    """Return the seconds from the death of a group's member to the next step of another group."""
+    times: dict[str, list[float]] = {}
+    own = [(record.when, record.pid, "at a moment") for record in records if record.kind == "dies"]
+    for when, pid, kind in [*deaths, *own]:
+        before = [r for r in records if r.when < when]
+        opened = [r.more[0] for r in before if r.kind == "opens" and r.pid == pid]
+        current = max((r.group for r in before if r.kind == "commit"), default=0)
+        if opened and opened[-1] >= current:  # it was a member
+            commits = [r for r in records if r.kind == "commit" and r.when > when]
+            later = [r.when for r in commits if r.group > opened[-1] or kind == "at a moment"]
+            if later:
+                times.setdefault(kind, []).append(min(later) - when)
+    return times
+
+
+def train_plainly(steps: int) -> tuple[list[list[int]], dict[str, Any]]:
+    """Train without DDP and without elastic.py. Return the batches and the weights, in float64."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    data = datautils.MyTrainDataset()
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches: list[list[int]] = []
+    while len(batches) < steps:
+        epoch = torch.Generator().manual_seed(len(batches) // EPOCH)
+        batches += [
+            part.tolist() for part in torch.randperm(len(data), generator=epoch).split(BATCH)
+        ]
+    for step, batch in enumerate(batches[:steps]):
+        torch.manual_seed(step)
+        noise = 0.05 * torch.randn(BATCH, 64)
+        optimizer.zero_grad()
+        outputs = model(data.images[batch].double() + noise)
+        nn.functional.cross_entropy(outputs, data.digits[batch]).backward()
+        optimizer.step()
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(threads)
+    return batches[:steps], model.state_dict()
+
+
+def run_round(
+    seed: int,
+    plain: tuple[list[list[int]], dict[str, Any]],
+    faults: Sequence[str] = FAULTS,
+    number: int = 5,
+    *,
+    variant: str = "plain",
+    pace: float = 0.01,
+    job: Path = JOB,
+) -> Result:
+    with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
+        this = Round(Path(folder), seed, len(plain[0]), pace, variant, job)
+        try:
+            happened = this.run(faults, number)
+        except AssertionError as error:
+            return Result([], [str(error)], 0.0, {}, 0)
+        return this.check(*plain)._replace(faults=happened)
+
+
+def describe(times: dict[str, list[float]]) -> str:
+    lines = []
+    for kind, values in times.items():
+        middle, most = statistics.median(values), sorted(values)[len(values) * 9 // 10]
+        lines.append(
+            f"from a death ({kind}) to the next step: median {middle:.2f} s, "
+            f"9 of 10 within {most:.2f} s, longest {max(values):.2f} s, of {len(values)}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="of the first round (0)")
+    parser.add_argument("--steps", type=int, default=500, help="of each round (500)")
+    parser.add_argument("--number", type=int, default=5, help="faults in each round (5)")
+    parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes (0.01)")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT")
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["plain"])
+    args = parser.parse_args()
+    warm_start: Any = importlib.import_module("warm_start")  # of the tests: it starts faster
+    warm_start.install()
+    plain = train_plainly(args.steps)
+    results, times = [], {}  # type: ignore[var-annotated]
+    for seed in range(args.seed, args.seed + args.rounds):
+        variant = args.variant[seed % len(args.variant)]
+        result = run_round(seed, plain, args.faults, args.number, variant=variant, pace=args.pace)
+        results.append(result)
+        for kind, values in result.times.items():
+            times.setdefault(kind, []).extend(values)
+        took = [f"{kind} {value:.2f}" for kind, values in result.times.items() for value in values]
+        print(
+            f"{seed} {variant} | {result.groups} groups",
+            *result.faults,
+            *took,
+            sep=" | ",
+            flush=True,
+        )
+        for line in result.wrong:
+            print(f"  WRONG: {line}", flush=True)
+    faults = sum(len(result.faults) for result in results)
+    bad = sum(bool(result.wrong) for result in results)
+    worst = max(result.difference for result in results)
+    print(f"{len(results)} rounds, {faults} faults, {bad} wrong; weights differ by {worst:.1e}")
+    print(describe(times))
+    warm_start.uninstall()
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()
