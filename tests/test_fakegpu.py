@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import sys
 from contextlib import ExitStack
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from harness import ROOT, SCRIPTS, Running, free_port, run, torchrun, wait_until
 from rank_checks import checks
 from test_find_hang import FIND_HANG, FREEZE
+from test_gpu import survivor
 from training_job import job
 
 from ddp_ref import Callback, barrier, initialize_ddp, on_rank, run_ranks
@@ -179,16 +181,33 @@ def lines_of(log):
     return {line for line in lines if line and not re.search(SIGNALS, line)}
 
 
-@pytest.mark.skipif(GPUS != 4, reason="three ranks: runs with four fake GPUs only")
-def test_the_watchdogs_log_is_the_one_on_the_page(tmp_path):
-    """PyTorch's own watchdog logs it; hang.c only keeps a collective from completing."""
+def hanging(tmp_path, **variables):
+    """Return an environment with hang.c, which keeps a collective from completing."""
     hang = tmp_path / "hang.so"
     command = ["gcc", "-shared", "-fPIC", ROOT / "tests" / "fakegpu" / "hang.c", "-o", hang, "-ldl"]
     assert run(*command, cwd=tmp_path).code == 0
+    return {"LD_PRELOAD": f"{hang}:{os.environ['LD_PRELOAD']}"} | variables
+
+
+@pytest.mark.skipif(GPUS != 2, reason="two ranks: runs with two fake GPUs only")
+def test_the_watchdog_lets_a_survivor_live_only_if_asked_to(tmp_path):
+    """The peer's death is an error of NCCL, which PyTorch's own watchdog sees before the abort."""
+    env = hanging(tmp_path, HANG_AFTER="1", HANG_ERROR="1")
+    ended = survivor(tmp_path, 4, **env)
+    assert ended.code == 0 and "left: no error\nwent on alone" in ended.stdout, ended.stderr
+    assert "raised the following async exception" in ended.stderr
+    ended = survivor(tmp_path, 4, **env, TORCH_NCCL_ASYNC_ERROR_HANDLING="3")  # the default
+    assert ended.code == -signal.SIGABRT and "went on" not in ended.stdout, ended.stdout
+    assert "we are taking the entire process down" in ended.stderr
+
+
+@pytest.mark.skipif(GPUS != 4, reason="three ranks: runs with four fake GPUs only")
+def test_the_watchdogs_log_is_the_one_on_the_page(tmp_path):
+    """PyTorch's own watchdog logs it."""
     script = tmp_path / "train.py"
     script.write_text(READS_TOO_LONG)
     (tmp_path / "dumps").mkdir()
-    env = {"LD_PRELOAD": f"{hang}:{os.environ['LD_PRELOAD']}", "HANG_AFTER": "2"}
+    env = hanging(tmp_path, HANG_AFTER="2")
     env |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     env |= {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/dumps/rank_"}
     with Running(*torchrun(3, script), cwd=tmp_path, env=env, fresh=True) as running:

@@ -1,20 +1,23 @@
 /* Makes the fake NCCL hang as a real one does: preloaded before libfakecuda.so, it lets the first
  * HANG_AFTER all-reduces of a process through. A later one returns at once and never completes, so
- * that PyTorch's watchdog sees a collective whose peer does not come.
+ * that PyTorch's watchdog sees a collective whose peer does not come. With HANG_ERROR, the watchdog
+ * also sees the error of a lost connection. ncclCommAbort ends the hang.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <unistd.h>
 
-#define NOT_READY 600 /* cudaErrorNotReady */
+#define NOT_READY 600  /* cudaErrorNotReady */
+#define REMOTE_ERROR 6 /* ncclRemoteError */
 
-static volatile int calls, hangs;
+static volatile int calls, hangs, aborted;
 
 int ncclAllReduce(const void *in, void *out, size_t count, int type, int op, void *comm,
                   void *stream)
 {
-    if (++calls > atoi(getenv("HANG_AFTER"))) {
+    if (++calls > atoi(getenv("HANG_AFTER")) && !aborted) {
         hangs = 1;
         return 0;
     }
@@ -27,4 +30,26 @@ int cudaEventQuery(void *event)
 {
     int (*next)(void *) = dlsym(RTLD_NEXT, "cudaEventQuery");
     return hangs ? NOT_READY : next(event);
+}
+
+int cudaDeviceSynchronize(void)
+{
+    int (*next)(void) = dlsym(RTLD_NEXT, "cudaDeviceSynchronize");
+    while (hangs)
+        usleep(1000);
+    return next();
+}
+
+int ncclCommGetAsyncError(void *comm, int *error)
+{
+    *error = hangs && getenv("HANG_ERROR") ? REMOTE_ERROR : 0;
+    return 0;
+}
+
+int ncclCommAbort(void *comm)
+{
+    int (*next)(void *) = dlsym(RTLD_NEXT, "ncclCommAbort");
+    aborted = 1;
+    hangs = 0;
+    return next(comm);
 }

@@ -254,7 +254,8 @@ EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm)
 EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
     trace("ncclCommAbort");
-    comm->aborted = 1;
+    if (comm) /* PyTorch may abort twice: then it is NULL, which NCCL ignores */
+        comm->aborted = 1;
     return ncclSuccess;
 }
 
