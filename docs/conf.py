@@ -40,6 +40,7 @@ CHAPTERS = [f"notebooks/{path.stem}" for path in sorted(ROOT.glob("notebooks/*.i
 HOW_TO = [
     "docs/how-to/launch",
     "docs/slurm",
+    "docs/elastic",
     "docs/how-to/convert",
     "docs/how-to/handler",
     "docs/how-to/your-own-loop",

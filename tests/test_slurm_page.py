@@ -10,7 +10,7 @@ PAGE = (ROOT / "docs" / "slurm.md").read_text()
 
 
 def test_the_included_lines_are_in_every_template():
-    templates = [path.read_text() for path in (SCRIPTS / "slurm").glob("*_job.sh")]
+    templates = [path.read_text() for path in (SCRIPTS / "slurm").glob("*gpu_slurm_job.sh")]
     # The page quotes these lines, because an unquoted # begins a comment.
     included = re.findall(r"^:start-at: '(.+)'\n:end-at: '(.+)'$", PAGE, re.MULTILINE)
     assert (len(templates), len(included)) == (3, 3)

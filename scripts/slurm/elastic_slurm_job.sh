@@ -34,6 +34,7 @@ if [ $# = 0 ]; then
         echo "COORDINATOR=$(hostname):$((20000 + SLURM_JOB_ID % 12768))"
     } > "$FILE"
 fi
+# shellcheck disable=SC1090  # the file was written above, or by the job to join
 . "./$FILE"
 if [ $# = 0 ]; then
     "$PYTHON" "${TRAIN[@]}" --nproc 0 --port "${COORDINATOR##*:}" &
