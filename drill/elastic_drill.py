@@ -159,13 +159,18 @@ class Round:
         have = {record.pid for record in tries if record.group == newest}
         return [pid for pid in self.workers if pid in have and pid not in self.stopped]
 
+    def needed(self) -> int:
+        """Return how many holders of the state must be left: some deaths may be due already."""
+        moments = ROLL_CALL, OPENING, TAKE_OVER
+        return 1 + sum(len([*self.folder.glob(f"{moment}@*")]) for moment in moments)
+
     def victims(self, number: int) -> list[int]:
         """Choose among the workers that run, but leave one that has the newest state."""
         holders = self.holders()
-        if not holders:
+        spared = self.random.sample(holders, min(len(holders), self.needed()))
+        if len(spared) < self.needed():
             return []
-        spared = self.random.choice(holders)
-        running = [pid for pid in self.workers if pid not in self.stopped and pid != spared]
+        running = [pid for pid in self.workers if pid not in [*self.stopped, *spared]]
         return self.random.sample(running, min(number, len(running)))
 
     def kill(self, pids: Sequence[int], number: int = signal.SIGKILL) -> None:
@@ -198,7 +203,7 @@ class Round:
         while len(self.workers) - len(self.stopped) < 3:
             self.join()
         some, holders = self.victims(1), self.holders()
-        first = [pid for pid in [self.rank_0()] if pid in holders and len(holders) > 1]
+        first = [pid for pid in [self.rank_0()] if pid in holders and len(holders) > self.needed()]
         match fault:
             case "kill":
                 self.kill(some)
@@ -244,7 +249,8 @@ class Round:
 
     def order(self, moment: str, number: int = 1) -> None:
         """Order faults at a moment, for as many workers."""
-        for _ in range(number):
+        deadly = moment in (ROLL_CALL, OPENING, TAKE_OVER)
+        for _ in range(0 if deadly and len(self.holders()) <= self.needed() else number):
             self.ordered += 1
             (self.folder / f"{moment}@{self.ordered}").touch()
 

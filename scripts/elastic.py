@@ -65,9 +65,10 @@ class Coordinator:
     def __init__(self, server, processes):
         self.server, self.local, self.done = server, processes, False
         self.heard, self.workers = {}, {}  # when a connection last spoke; its progress if it waits
-        # Those in the group, and in the last one that was opened; its number and its store.
-        self.members, self.called, self.generation, self.store = [], [], int(time.time()), None
-        self.expected, self.deadline = len(processes), 0.0
+        # Who is in the group, and who was called to the last one; its store.
+        self.members, self.called, self.store = [], [], None
+        # The number of a group is above those of a coordinator that was here before.
+        self.generation, self.expected, self.deadline = time.time_ns(), len(processes), 0.0
 
     def run(self):
         """Return whether a worker has finished, as soon as nobody is left."""
@@ -121,9 +122,8 @@ class Coordinator:
 
 
 def open_sockets():
-    """Return the sockets of this process: descriptors and names. Only Linux lists them in /proc."""
-    files = [(int(path.name), path.resolve().name) for path in Path("/proc/self/fd").glob("*")]
-    return {file for file in files if file[1].startswith("socket:")}
+    """Return the descriptors of this process's sockets. Only Linux has /proc to look into."""
+    return {int(path.name) for path in Path("/proc/self/fd").glob("*") if path.is_socket()}
 
 
 class Worker:
@@ -163,7 +163,7 @@ class Worker:
 
         So all members know within milliseconds. Destroying the group would wait for them.
         """
-        for descriptor, _ in self.opened & open_sockets():
+        for descriptor in self.opened & open_sockets():
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.getpeername()  # fails if it only listens
                 connection.shutdown(socket.SHUT_RDWR)
@@ -209,6 +209,7 @@ class Worker:
 
     def _close_group(self):
         self._cut()
+        self.opened = set()  # from now on, the system may give their numbers to other files
         if not dist.is_initialized():  # opening it has failed, but PyTorch has counted the group
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.destroy_process_group()  # the count, of which PyTorch makes names, is 0 again
