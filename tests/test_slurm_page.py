@@ -44,8 +44,8 @@ def test_the_commands_print_what_the_page_shows(cluster, tmp_path):
 def test_all_our_srun_commands_end_all_ranks_if_one_fails():
     """Handler leaves this to the launcher: an error ends only the process that raised it.
 
-    Exceptions: a page shows an interactive shell as an example of what goes wrong, and --overlap
-    inspects a running job.
+    Exceptions: a page shows an interactive shell as an example of what goes wrong, --overlap
+    inspects a running job, and an elastic job goes on (--no-kill).
     """
     folders = ("scripts", "docs", "notebooks", "drill")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -55,6 +55,6 @@ def test_all_our_srun_commands_end_all_ranks_if_one_fails():
             text = file.read_text()
             calls = re.findall(r"\bsrun (?:[-$]|\.venv).*", text)
             calls += re.findall(r"options = .*\n.*\"srun\".*", text)
-            found += [(file.name, c) for c in calls if not re.search("--pty|--overlap", c)]
+            found += [(file.name, c) for c in calls if not re.search("--pty|--overlap|--no-kill", c)]
     assert len({name for name, _ in found}) >= 10
     assert [call for _, call in found if "--kill-on-bad-exit=1" not in call] == []
