@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import nn
 
@@ -382,7 +383,17 @@ def run_round(
             happened = this.run(faults, number)
         except AssertionError as error:
             return Result([], [str(error)], 0.0, {}, 0)
+        finally:
+            reap_strays()
         return this.check(*plain)._replace(faults=happened)
+
+
+def reap_strays() -> None:
+    """Reap what a worker has left that died while another one was forked (see warm_start.py)."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess, ChildProcessError):
+            if child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
 
 
 def describe(times: dict[str, list[float]]) -> str:

@@ -36,7 +36,7 @@ BEAT, FROZEN = 0.5, 4.0  # seconds from one sign of life to the next, and until 
 # Seconds that a new group waits for workers that are late, and a worker for a coordinator.
 LAST_CALL, RETRY = 2.0, 60
 TOKEN = os.environ.get("ELASTIC_TOKEN") or secrets.token_hex(16)  # who does not know it is dropped
-MESSAGE = 96  # bytes: all messages are as long, so that one read is one message
+MESSAGE = len(TOKEN) + 64  # bytes: all messages are as long, so that one read is one message
 
 
 def send(connection, *words):
