@@ -1,4 +1,4 @@
-"""What the five scripts share: the data, the accuracy, the command line and the files."""
+"""What the scripts share: the data, the accuracy, the command line and the files."""
 
 import argparse
 import os
