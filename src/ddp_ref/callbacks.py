@@ -151,8 +151,8 @@ class Checkpoint(Callback):
                 left_over.unlink(missing_ok=True)
             if later := [p for p in numbered(self.folder) if step_of(p) > self.handler.step]:
                 warnings.warn(
-                    f"{later[-1]} is from a later step than this run's {self.handler.step}: call "
-                    "handler.load(folder) before train, or move the file away",
+                    f"{later[-1]} is from a later step than this run's {self.handler.step}: move "
+                    "it away, or call handler.load(folder) before train to resume from it",
                     stacklevel=2,
                 )
 
