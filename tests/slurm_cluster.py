@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from harness import MARK, SCRIPTS, Result, clean_environment, marked, run, settle, torchrun
 
@@ -127,7 +129,11 @@ class Job:
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Send a signal to the process of one rank."""
-        processes = [(p, p.environ()) for p in marked(self.mark) if "python" in p.name()]
+        processes = []
+        for process in marked(self.mark):
+            with suppress(psutil.NoSuchProcess):  # it is just ending
+                if "python" in process.name():
+                    processes.append((process, process.environ()))
         victims = [p for p, env in processes if env.get("RANK") == str(rank)] or [
             p for p, env in processes if env.get("SLURM_PROCID") == str(rank)
         ]  # without torchrun, each task is a rank

@@ -10,7 +10,7 @@ from harness import ROOT, wait_until
 from slurm_cluster import END_OF_HEAD, Job, edited, project_folder
 
 pytestmark = pytest.mark.slurm
-STEPS = 4000
+STEPS = 3000
 
 
 def wait_for_workers(job, number):

@@ -55,6 +55,8 @@ def test_all_our_srun_commands_end_all_ranks_if_one_fails():
             text = file.read_text()
             calls = re.findall(r"\bsrun (?:[-$]|\.venv).*", text)
             calls += re.findall(r"options = .*\n.*\"srun\".*", text)
-            found += [(file.name, c) for c in calls if not re.search("--pty|--overlap|--no-kill", c)]
+            found += [
+                (file.name, c) for c in calls if not re.search("--pty|--overlap|--no-kill", c)
+            ]
     assert len({name for name, _ in found}) >= 10
     assert [call for _, call in found if "--kill-on-bad-exit=1" not in call] == []

@@ -43,7 +43,9 @@ def test_both_runs_must_end_the_same_and_no_process_may_grow(tmp_path, growths, 
     state = {"epoch": 5, "step": 50, "history": {"train_loss": [0.5]}}
     state["model"] = {"weight": torch.tensor(0.0), "_extra_state": {"n_layer": 1}}
     for name, other in ((soak.FAULT_FREE, {}), (soak.WITH_FAULTS, changed)):
-        checkpoint.write(tmp_path / name / "checkpoints" / checkpoint.NAME.format(50), state | other)
+        checkpoint.write(
+            tmp_path / name / "checkpoints" / checkpoint.NAME.format(50), state | other
+        )
     attempts = [Attempt("--nproc", "", growths=growths)]
     runs = {soak.FAULT_FREE: [Attempt("torchrun", "")], soak.WITH_FAULTS: attempts}
     if said is None:
