@@ -50,6 +50,11 @@ FAULTS = [
     *("stop rank 0", "join", "three join", "join and die", "kill the coordinator"),
     *("step fails", "step of rank 0 fails", "step fails everywhere", "tear the take-over"),
 ]
+MOMENTS = {  # at which a worker dies
+    "kill in the roll call": ROLL_CALL,
+    "kill in the opening": OPENING,
+    "kill in the take-over": TAKE_OVER,
+}
 BATCH, EPOCH = 96, 15
 LIMIT = 120  # seconds for a round
 # The most seconds from a death to the next step: TIMEOUT + 2, or if nothing else is wrong.
@@ -162,8 +167,7 @@ class Round:
 
     def needed(self) -> int:
         """Return how many holders of the state must be left: some deaths may be due already."""
-        moments = ROLL_CALL, OPENING, TAKE_OVER
-        return 1 + sum(len([*self.folder.glob(f"{moment}@*")]) for moment in moments)
+        return 1 + sum(len([*self.folder.glob(f"{moment}@*")]) for moment in MOMENTS.values())
 
     def victims(self, number: int) -> list[int]:
         """Choose among the workers that run, but leave one that has the newest state."""
@@ -175,13 +179,17 @@ class Round:
         return self.random.sample(running, min(number, len(running)))
 
     def kill(self, pids: Sequence[int], number: int = signal.SIGKILL) -> None:
+        """Kill workers, and note when: the others must go on soon."""
         for pid in pids:
             beside = "beside a frozen one" if self.stopped else "alone"
-            running = self.workers.pop(pid)
             self.deaths.append((time.monotonic(), pid, beside))
-            os.kill(pid, number)
-            if running:
-                running.process.wait(20)
+            self.end(pid, number)
+
+    def end(self, pid: int, number: int = signal.SIGKILL) -> None:
+        running = self.workers.pop(pid)
+        os.kill(pid, number)
+        if running:
+            running.process.wait(20)
 
     def stop(self, pids: Sequence[int], seconds: float) -> None:
         for pid in pids:
@@ -214,9 +222,8 @@ class Round:
                 self.kill(self.victims(2))
             case "kill all but one":
                 self.kill(self.victims(100))
-            case "kill in the roll call" | "kill in the opening" | "kill in the take-over":
-                moments = {"roll call": ROLL_CALL, "opening": OPENING, "take-over": TAKE_OVER}
-                self.order(moments[fault.split(maxsplit=2)[2].removeprefix("the ")])
+            case _ if fault in MOMENTS:
+                self.order(MOMENTS[fault])
                 self.join()
             case "term":
                 self.kill(some, signal.SIGTERM)
@@ -250,7 +257,7 @@ class Round:
 
     def order(self, moment: str, number: int = 1) -> None:
         """Order faults at a moment, for as many workers."""
-        deadly = moment in (ROLL_CALL, OPENING, TAKE_OVER)
+        deadly = moment in MOMENTS.values()
         for _ in range(0 if deadly and len(self.holders()) <= self.needed() else number):
             self.ordered += 1
             (self.folder / f"{moment}@{self.ordered}").touch()
@@ -261,10 +268,7 @@ class Round:
         self.launchers[-1].process.wait(20)
         if self.random.random() < 0.5:
             for pid in self.victims(1):
-                running = self.workers.pop(pid)
-                os.kill(pid, signal.SIGKILL)
-                if running:
-                    running.process.wait(20)
+                self.end(pid)
         self.sleep(self.random.random())
         self.launch(0)
 

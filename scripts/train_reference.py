@@ -39,8 +39,7 @@ def main(save_every, total_epochs, batch_size):
     )
     handler.set_train_loader(train_set, batch_size)
     handler.set_val_loader(datautils.MyTrainDataset(train=False), batch_size)
-    steps = len(handler.train_loader)
-    handler.log(datautils.describe(info.device, info.world_size, steps))
+    handler.log(datautils.describe(info.device, info.world_size, len(handler.train_loader)))
     handler.load(folder)
     handler.train(total_epochs)  # with the test set as validation data, as in the other scripts
     handler.log(f"test accuracy {handler.validate()['accuracy']:.4f}")

@@ -172,9 +172,9 @@ def start(path, *flags, token="token", nproc=2, steps=150, port=0):
     return Running(*command, *flags, cwd=path.parent, env={"ELASTIC_TOKEN": token})
 
 
-def pids(running):
+def pids(running, number=2):
     """Return the workers that the launcher has started, as soon as they train."""
-    running.wait_for(": 2 workers")
+    running.wait_for(f": {number} workers")
     line = running.text().partition("workers: ")[2].partition("\n")[0]
     return [int(pid) for pid in line.split()]
 
@@ -322,9 +322,7 @@ def test_a_frozen_worker_is_left_out_and_comes_back(tmp_path):
     line = "elastic.TIMEOUT = elastic.timedelta(seconds=900)"
     path = script(tmp_path, line, worker=SLOW)
     with start(path, nproc=3, steps=600) as running:
-        running.wait_for(": 3 workers")
-        line = running.text().partition("workers: ")[2].partition("\n")[0]
-        pid = int(line.split()[0])
+        pid, *_ = pids(running, 3)
         os.kill(pid, signal.SIGSTOP)
         running.wait_for(": 2 workers")
         os.kill(pid, signal.SIGCONT)

@@ -43,8 +43,8 @@ def check_resumes(job, folder, ranks, saved=None, starts=2):
     """
     fields = job.wait_until("COMPLETED", "FAILED")
     assert (fields["ExitCode"], fields["Restarts"]) == ("0:0", str(starts - 1)), job.text()
-    start = r"(no checkpoint|loaded \S+\.pt: epoch \d+, step \d+)"
-    resumed = re.findall(start, job.text())
+    start = r"^(?:.*ddp_ref.handler: )?(no checkpoint|loaded \S+\.pt: epoch \d+, step \d+)"
+    resumed = re.findall(start, job.text(), re.MULTILINE)
     assert len(resumed) == starts and resumed[0] == "no checkpoint", resumed
     if saved is not None:
         assert resumed[-1].endswith(f"step {saved}"), (resumed, saved)
