@@ -47,9 +47,8 @@ from .launch import available_cores, without_launch
 Function = Callable[..., Any]
 
 HOST = "127.0.0.1"
-# A rank that loses its peer fails like this, or is aborted in C++. Such a failure is raised only if
-# there is no other.
-CONSEQUENCE = re.compile("connection (was likely )?(closed|reset)|broken pipe|SIGABRT", re.I)
+# A rank that loses its peer fails like this, or is aborted in C++ (SIGABRT). See `_doubt`.
+LOST_PEER = re.compile("connection (was likely )?(closed|reset)|broken pipe", re.I)
 # Seconds to keep collecting failures: a slow report may be about an earlier one.
 FAILURE_WINDOW = 0.25
 CAUSE_WINDOW = 10.0  # the same if there are only consequences: the rank with the cause may end late
@@ -373,9 +372,9 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
                 for worker in [worker for worker in running if worker.process.poll() is not None]:
                     running.remove(worker)
                     if failure := worker.end(seen_alive):
-                        consequence = CONSEQUENCE.search(describe(failure[1])) is not None
-                        failures.append((consequence, *failure))
-                        window = CAUSE_WINDOW if consequence else FAILURE_WINDOW
+                        doubt = _doubt(failure[1])
+                        failures.append((doubt, *failure))
+                        window = CAUSE_WINDOW if doubt else FAILURE_WINDOW
                         deadline = min(deadline, time.monotonic() + window)
         finally:
             for worker in running:
@@ -387,6 +386,15 @@ def _run_all(workers: list[Worker], job: Any, timeout: timedelta | None) -> list
         advice = "look for a skipped collective or a running thread, or pass a longer timeout"
         raise TimeoutError(f"{late} did not end within {timeout}: {advice}")
     return [worker.result for worker in workers]
+
+
+def _doubt(failure: BaseException) -> int:
+    """Return how likely another rank caused this failure: 0 is the least, and raised first.
+
+    An abort comes before a lost connection: the process that aborts closes its connections.
+    """
+    text = describe(failure)
+    return 2 if LOST_PEER.search(text) else int("SIGABRT" in text)
 
 
 def _serve(report: str, parent: int, device: str) -> None:
