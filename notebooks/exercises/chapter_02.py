@@ -1,17 +1,12 @@
-"""The exercises of chapter 02: an equal start, and the variables by which processes meet."""
+"""The exercise of chapter 02: the variables by which processes meet."""
 
 import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from lesson import Exercise
-from torch import nn
-
-State = dict[str, torch.Tensor]
-NOT_SAVED = "1.table"  # a buffer that state_dict() leaves out
 
 WORLD_SIZE = 3
 OTHER_SIZE, OTHER_PORT = 4, 29_517  # only compared: nobody meets there
@@ -22,66 +17,6 @@ WHY = {
     "MASTER_ADDR": "a process does not know on which machine the store is",
     "MASTER_PORT": "a process does not know at which port the store listens",
 }
-
-
-def observe_start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
-    """Return the state of a model before and after the reader's function; each rank has its own."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    for _ in range(dist.get_rank() + 1):
-        model(torch.rand(8, 3))  # moves the running mean and counts the batch
-    model[1].register_buffer("table", torch.rand(2), persistent=False)
-    before = _state(model)
-    # In a group of its own, the barrier cannot be mistaken for a collective of the reader's. A rank
-    # that calls too few collectives waits here, so the others run into the exercise's timeout.
-    after_all = dist.new_group()
-    start_alike(model)
-    dist.barrier(after_all)
-    after = _state(model)
-    dist.destroy_process_group()
-    return before, after
-
-
-def _state(model: nn.Module) -> State:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def judge_start(seen: list[tuple[State, State]]) -> str | None:
-    (wanted, first), *others = seen
-    weights = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    buffers = [name for name in wanted if name not in [*weights, NOT_SAVED]]
-
-    def differ(one: State, names: list[str]) -> bool:
-        return not all(torch.equal(one[n], other[n]) for _, other in others for n in names)
-
-    if differ(first, weights):
-        return (
-            "the parameters still differ between the ranks after your function. A broadcast works "
-            "in place, so give it the parameters themselves, not copies of them."
-        )
-    if differ(wanted, weights):
-        return (
-            "all ranks now hold the same parameters, but not the ones that rank 0 had. Choose the "
-            "collective that copies one rank's values, not one that combines all ranks' values."
-        )
-    if differ(first, buffers):
-        return (
-            "the parameters are right, but buffers such as BatchNorm's running mean still differ "
-            "between the ranks. model.parameters() does not contain them."
-        )
-    if differ(wanted, buffers):
-        return (
-            "the parameters are right and all ranks hold the same buffers, but not the buffers of "
-            "rank 0."
-        )
-    if differ(first, [NOT_SAVED]) or differ(wanted, [NOT_SAVED]):
-        return (
-            "a buffer that was registered with persistent=False did not become rank 0's. "
-            "state_dict() leaves such buffers out, and model.buffers() does not."
-        )
-    return None
 
 
 class Meeting(NamedTuple):
@@ -172,6 +107,5 @@ def _find_mistake(variables: list[Any], port: int) -> str | None:
 
 
 EXERCISES = {
-    "start_alike": Exercise(observe_start, judge_start, nproc=3, timeout=10),
     "environment_for": Exercise(observe_environment, judge_environment, nproc=WORLD_SIZE),
 }

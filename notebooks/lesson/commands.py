@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 
+from . import myddp
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_ipython_extension(_shell: object) -> None:
     """Go to a folder that looks like the project's root and goes when the kernel ends."""
-    sys.path.append(str(ROOT / "notebooks"))  # for `lesson` and `exercises`
+    # for `lesson` and `exercises`, and the small GPT of scripts/
+    sys.path += [str(ROOT / "notebooks"), str(ROOT)]
     hide_gpus()
     own = str(Path(sys.executable).parent)  # where this environment's torchrun is
     os.environ["PATH"] = os.pathsep.join([own, os.environ["PATH"]])
@@ -24,6 +27,7 @@ def load_ipython_extension(_shell: object) -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     for name in ("scripts", "datautils.py"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / "myddp.py").write_text(myddp.source())
     os.chdir(folder)
 
 
