@@ -1,7 +1,6 @@
 """A typical mistake in a notebook's exercise gets the hint that is meant for it."""
 
 import ast
-import re
 from importlib import import_module
 
 import jupytext
@@ -9,26 +8,24 @@ import pytest
 from exercises import all_exercises, check
 from harness import ROOT
 from IPython.core.inputtransformer2 import TransformerManager
+from lesson import myddp, score
 
 pytestmark = pytest.mark.exercises
 MISTAKES = {
     name: mistakes
-    for path in sorted((ROOT / "notebooks/exercises").glob("chapter_*.py"))
+    for path in sorted((ROOT / "tests/mistakes").glob("*_*.py"))
     for name, mistakes in import_module(f"mistakes.{path.stem}").MISTAKES.items()
 }
-SOLUTION = re.compile(
-    r"<details>\n<summary>Solution</summary>\n\n```python\n(.*?)```\n.*?</details>", re.DOTALL
-)
 
 
 def solutions():
-    """Return the chapter and the code of each solution, by the name of its function."""
+    """Return the chapter and the code of each solution, by the name of its function or class."""
     found = {}
     for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.md")):
-        for code in SOLUTION.findall(path.read_text()):
-            name = re.findall(r"^def (\w+)\(", code, re.MULTILINE)[-1]
-            assert name not in found, f"two solutions of {name}"
-            found[name] = path, code
+        for code in myddp.SOLUTION.findall(path.read_text()):
+            names = myddp.definitions(code).keys() & all_exercises().keys()
+            assert names and not names & found.keys(), f"no exercise, or two solutions: {names}"
+            found |= dict.fromkeys(names, (path, code))
     return found
 
 
@@ -48,13 +45,19 @@ def imports_for(code, path):
     return "\n".join(found)
 
 
-@pytest.mark.parametrize("name", SOLUTIONS)
-def test_a_solution_is_right(name):
+@pytest.mark.parametrize("name", sorted(SOLUTIONS))
+def test_a_solution_is_right(name, monkeypatch):
     """It runs with the imports of its chapter, as in a reader's notebook."""
+    kept, measured = [], []
+    monkeypatch.setattr(myddp, "keep", kept.append)
+    monkeypatch.setattr(score, "show", measured.append)
     path, code = SOLUTIONS[name]
     names = {"__name__": "__main__"}
     exec(f"{imports_for(code, path)}\n{code}", names)
     assert check(names[name]) == "right"
+    stage = myddp.stage_of(name)
+    assert [each.__name__ for each in kept] == [name] * bool(stage)
+    assert measured == [stage] * (bool(stage) and name == myddp.STAGES[stage][-1])
 
 
 def test_every_exercise_has_a_solution_and_two_mistakes_with_hints_of_their_own():

@@ -1,0 +1,84 @@
+"""Typical wrong answers in stage 1 of myddp.py, and words of the hint that each gets."""
+
+
+def rotate(ring, chunks, first, steps, take):
+    """Pass chunks on, beginning with that of rank + first; `take` gets the old and the new one."""
+    n = ring.world_size
+    for step in range(steps):
+        ring.send(chunks[(ring.rank + first - step) % n])
+        mine = chunks[(ring.rank + first - 1 - step) % n]
+        take(mine, ring.receive(mine))
+
+
+def add(mine, received):
+    mine += received
+
+
+def copy(mine, received):
+    mine.copy_(received)
+
+
+def not_in_place(mine, received):
+    mine = mine + received
+
+
+def ends_with_another_chunk(ring, chunks):
+    rotate(ring, chunks, 0, ring.world_size - 1, add)
+
+
+def one_step_too_many(ring, chunks):
+    rotate(ring, chunks, -1, ring.world_size, add)
+
+
+def adds_nowhere(ring, chunks):
+    rotate(ring, chunks, -1, ring.world_size - 1, not_in_place)
+
+
+def replaces(ring, chunks):
+    rotate(ring, chunks, -1, ring.world_size - 1, copy)
+
+
+def receives_first(ring, chunks):
+    ring.receive(chunks[ring.rank - 2])
+    ring.send(chunks[ring.rank - 1])
+
+
+def passes_its_own(ring, chunks):
+    for step in range(ring.world_size - 1):
+        ring.send(chunks[ring.rank])
+        mine = chunks[(ring.rank - 1 - step) % ring.world_size]
+        mine += ring.receive(chunks[ring.rank - 1])[: len(mine)]
+
+
+def receives_another(ring, chunks):
+    ring.send(chunks[ring.rank])
+    ring.receive(chunks[ring.rank])
+
+
+def adds_complete_chunks(ring, chunks):
+    rotate(ring, chunks, 0, ring.world_size - 1, add)
+
+
+def begins_with_the_wrong_chunk(ring, chunks):
+    rotate(ring, chunks, 1, ring.world_size - 1, copy)
+
+
+def stops_early(ring, chunks):
+    rotate(ring, chunks, 0, ring.world_size - 2, copy)
+
+
+MISTAKES = {
+    "reduce_scatter": [
+        (ends_with_another_chunk, "every rank has to end with its own"),
+        (one_step_too_many, "a chunk has all sums after 3"),
+        (adds_nowhere, "no chunk has changed. Add what"),
+        (replaces, "a chunk replaced another one"),
+        (receives_first, "waited for a message that nobody had sent"),
+        (receives_another, "receive the chunk that the rank before you sends"),
+    ],
+    "all_gather": [
+        (adds_complete_chunks, "These chunks are complete: copy them"),
+        (begins_with_the_wrong_chunk, "has lost its own chunk"),
+        (stops_early, "All have arrived after 3"),
+    ],
+}

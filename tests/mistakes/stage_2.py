@@ -1,0 +1,88 @@
+"""Typical wrong answers in stage 2 of myddp.py, and words of the hint that each gets."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+
+def parameters_alone(model):
+    for parameter in model.parameters():
+        dist.broadcast(parameter.detach(), src=0)
+
+
+def rank_0_alone(model):
+    if dist.get_rank() == 0:
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def sums(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def divides_twice(model):
+    sums(model)
+    for parameter in model.parameters():
+        parameter.grad /= dist.get_world_size() ** 2
+
+
+def averages_copies(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad / 2)
+
+
+def averages_on_rank_0(model):
+    for parameter in model.parameters():
+        dist.reduce(parameter.grad, dst=0)
+        parameter.grad /= dist.get_world_size()
+
+
+def order(length, epoch):
+    return torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).tolist()
+
+
+def without_padding(length, rank, world_size, epoch):
+    return order(length, epoch)[rank::world_size]
+
+
+def unshuffled(length, rank, world_size, epoch):
+    even = math.ceil(length / world_size) * world_size
+    return (list(range(length)) * world_size)[:even][rank::world_size]
+
+
+def the_same_in_every_epoch(length, rank, world_size, epoch):
+    even = math.ceil(length / world_size) * world_size
+    return (order(length, 0) * world_size)[:even][rank::world_size]
+
+
+def blocks(length, rank, world_size, epoch):
+    count = math.ceil(length / world_size)
+    return (order(length, epoch) * world_size)[rank * count :][:count]
+
+
+def own_order(length, rank, world_size, epoch):
+    even = math.ceil(length / world_size) * world_size
+    return (order(length, epoch + 10 * rank) * world_size)[:even][rank::world_size]
+
+
+MISTAKES = {
+    "start_alike": [
+        (parameters_alone, "model.parameters() does not contain them"),
+        (rank_0_alone, "waiting in a collective that another rank never called"),
+    ],
+    "average_gradients": [
+        (sums, "the gradients are the sum over the ranks"),
+        (divides_twice, "the gradients are half of the mean"),
+        (averages_copies, "rank 0's gradient is as before"),
+        (averages_on_rank_0, "the ranks end with different gradients"),
+    ],
+    "shard_indices": [
+        (without_padding, "Every rank needs as many items"),
+        (unshuffled, "The order is that of the data set"),
+        (the_same_in_every_epoch, "It is the same in every epoch"),
+        (blocks, "Rank r takes the items r"),
+        (own_order, "All ranks must draw the same permutation"),
+    ],
+}
