@@ -56,9 +56,9 @@ def batch(step: int, rows: int = 4) -> Batch:
     return ids[:, :-1], ids[:, 1:]
 
 
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean loss of a batch."""
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+def loss_of(model: nn.Module, batch: Batch, reduction: str = "mean") -> Tensor:
+    """Return the mean or the sum of the losses of a batch."""
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction=reduction)
 
 
 def vector(model: nn.Module) -> Tensor:
