@@ -23,6 +23,7 @@ from scripts.small_gpt import BLOCK_SIZE
 COUNTED = (64, 16, 32), (8, 0, 24), (40, 4, 0)
 TENSORS, SCALE, LIMIT = 15, 65536.0, 0.1
 PATIENCE = timedelta(minutes=1)
+NO_BACKWARD = "a rank has not called backward. It must, even if none of its tokens count"
 SUMMED = partial(loss_of, reduction="sum")
 
 
@@ -112,8 +113,13 @@ def _step(token_step: Any, counted: Sequence[int], limit: float, factor: float =
         total.register_hook(lambda _: calls.append("b"))
         return total
 
-    with recorded() as log:
-        token_step(model, optimizer, scaler, parts, watched, limit)
+    try:
+        with recorded() as log:
+            token_step(model, optimizer, scaler, parts, watched, limit)
+    except (TypeError, AttributeError) as error:
+        if any(counted):
+            raise
+        raise RuntimeError(f"{NO_BACKWARD} ({error})") from error
     left = _gradient(model).abs().max().item()
     return Step(torch.stack(sums), used, "".join(calls), log, left, scaler.get_scale())
 
@@ -195,7 +201,7 @@ def _judge(
     if plain[0].left:
         return "the gradients are still there, so the next step would add to them"
     if (length := small.norm().item()) > 1.001 * LIMIT:
-        return f"with the limit {LIMIT}, the gradient has the norm {length:.2f}: nothing clipped it"
+        return f"with the limit {LIMIT}, the gradient has the norm {length:.2f}: clip its norm"
     if _close(small * SCALE, mean * LIMIT / mean.norm()):
         return "you clipped the gradient while it was still multiplied by the scale"
     if not _close(small, mean * LIMIT / mean.norm()):

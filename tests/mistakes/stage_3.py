@@ -118,6 +118,15 @@ def leaves_without_tokens(model, optimizer, scaler, microbatches, loss_of, limit
         finish(model, optimizer, scaler, limit)
 
 
+def skips_without_tokens(model, optimizer, scaler, microbatches, loss_of, limit):
+    factor = factor_of(microbatches)
+    for microbatch in microbatches:
+        if own_count([microbatch]):
+            backward(model, scaler, [microbatch], loss_of, factor)
+    average_gradients(model)
+    finish(model, optimizer, scaler, limit)
+
+
 def scales_the_gradients(model, optimizer, scaler, microbatches, loss_of, limit):
     backward(model, scaler, microbatches, loss_of, torch.ones(()))
     factor = factor_of(microbatches)
@@ -140,6 +149,7 @@ MISTAKES = {
         (steps_at_once, "reached the weights"),
         (keeps_the_gradients, "the gradients are still there"),
         (leaves_without_tokens, "that never made that call"),
+        (skips_without_tokens, "even if none of its tokens count"),
         (scales_the_gradients, "right up to rounding"),
     ],
 }
