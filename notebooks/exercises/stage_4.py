@@ -20,11 +20,11 @@ CAP = 90_000  # bytes: four buckets of the small GPT's gradients
 WIDTHS, SMALL_CAP = (2, 16, 8, 8, 24, 8), 800  # the first bucket has 800 bytes exactly
 STARTS = [2, 4, 8, 10]  # how many gradients are ready when DDP starts its buckets
 SLIPS = {  # by the bytes of the buckets that a mistake makes of these layers
-    (992, 800, 864, 32): "They begin with the first layers, whose gradients are ready last",
+    (992, 800, 864, 32): "Yours begin with the first layers, whose gradients are ready last",
     (800, 96, 800, 800, 192): "Yours never exceed the cap. DDP does not look ahead: it adds a "
     "gradient first, and then asks whether the bucket is full",
     (896, 1056, 736): "A bucket is full as soon as it has reached the cap, not only above it",
-    (800, 864, 832): "The last one never gets full, but it has to be sent, too",
+    (800, 864, 832): "Your last bucket is not full, but it has to be sent, too",
 }
 RESET = "The first step was right, but the second was not. What must finish() reset?"
 
@@ -85,11 +85,6 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(*[nn.Linear(*sizes) for sizes in pairwise(WIDTHS)])
 
 
-def _branches() -> Branches:
-    torch.manual_seed(0)
-    return Branches([nn.Linear(WIDTHS[0], 8, bias=False) for _ in range(3)])
-
-
 def _sizes_of_ddp() -> tuple[int, ...]:
     """Return the bytes of DDP's all-reduces in its second step, which has the final buckets."""
     ddp = DDP(_layers(), bucket_cap_mb=SMALL_CAP / 2**20)
@@ -127,36 +122,35 @@ def _take_two_steps(make: Callable[..., Any], model: nn.Module, cap: int) -> lis
 def _train(make: Callable[..., Any]) -> Trained:
     open_impatient_group()
     layers, torchs = _take_two_steps(make, _layers(), SMALL_CAP), _sizes_of_ddp()
-    gpt = trial.compare(lambda: way(myddp.load(Buckets=make)), torchs_way)
+    gpt, branches = trial.compare(lambda: way(myddp.load(Buckets=make)), torchs_way), None
+    torch.manual_seed(0)
+    model = Branches([nn.Linear(WIDTHS[0], 8, bias=False) for _ in range(3)])
     try:
-        branches = _take_two_steps(make, _branches(), cap=1)
+        branches = _take_two_steps(make, model, cap=1)
+        dist.barrier()  # a rank waits here if the other one has sent more
     except RuntimeError as error:
         if not has_no_partner(error):
             raise
-        return Trained(layers, torchs, None, gpt)
-    dist.barrier()
-    dist.destroy_process_group()
     return Trained(layers, torchs, branches, gpt)
 
 
 def _judge(ranks: list[Trained]) -> str | None:
     first, second = zip(*[rank.layers for rank in ranks], strict=True)
-    if hint := _judge_layers(first, ranks[0].torchs):
+    torchs, seen, branches = ranks[0].torchs, ranks[0].gpt, [rank.branches for rank in ranks]
+    if hint := _judge_layers(first, torchs):
         return hint
-    if _judge_layers(second, ranks[0].torchs):
+    if _judge_layers(second, torchs):
         return RESET
-    branches = [rank.branches for rank in ranks]
     if None in branches or {len(step.sizes) for own in branches for step in own or ()} != {3}:
         return (
             "the ranks wait for each other if their gradients are ready in different orders. When "
             "the first bucket is complete, how many others may have been waiting for their turn?"
         )
-    if not all(_has_mean(step) for step in zip(*branches, strict=True)):
+    if not all(_has_mean(steps) for steps in zip(*branches, strict=True)):
         return (
             "with branches that rank 1 computes in the opposite order, the ranks add gradients of "
             "different parameters. Which bucket may be sent next?"
         )
-    seen = ranks[0].gpt
     if sum(call.size for call in seen.log.calls) != gradient_bytes(trial.WEIGHTS):
         return "the small GPT has to send each of its gradients once"
     if not all(map(torch.equal, seen.own, seen.torchs)):
@@ -170,35 +164,43 @@ def _has_mean(ranks: Any) -> bool:
 
 
 def _judge_layers(ranks: Any, torchs: tuple[int, ...]) -> str | None:
-    step, total = ranks[0], ranks[0].own + ranks[1].own
-    if not step.sizes:
-        return "neither backward() nor finish() has called dist.all_reduce"
-    if step.sizes != torchs:
-        slip = SLIPS.get(step.sizes, "A bucket is full as soon as it holds `cap` bytes or more")
-        own = f"with a cap of {SMALL_CAP} bytes, your all-reduces have {step.sizes} bytes"
-        return f"{own}, and DDP's {torchs}. {slip}"
-    if any(rank.waited for rank in ranks):
-        return (
-            "a hook waits for an all-reduce. Backward stands still meanwhile, so nothing overlaps. "
-            "Who else could wait?"
-        )
-    if step.starts != STARTS:
-        return (
-            f"your all-reduces start when {step.starts} gradients are ready, and DDP's at {STARTS}."
-            " A bucket need not wait for later gradients, or nothing overlaps"
-        )
+    sizes, starts, _, own, after = ranks[0]
+    slip = SLIPS.get(sizes, "A bucket is full as soon as it holds `cap` bytes or more")
+    total = ranks[0].own + ranks[1].own
     for wrong, hint in [
-        (step.own, "finish() leaves this rank's own gradients in .grad. Where are the means?"),
-        (total, "the gradients are the sum over the ranks. DDP takes the mean"),
-        (total / 4, "the gradients are half of the mean. Divide once, by the world size"),
+        (not sizes, "neither backward() nor finish() has called dist.all_reduce"),
+        (
+            sizes != torchs,
+            f"with a cap of {SMALL_CAP} bytes, your all-reduces have {[*sizes]} bytes, and DDP's "
+            f"{[*torchs]}. {slip}",
+        ),
+        (
+            any(rank.waited for rank in ranks),
+            "a hook waits for an all-reduce, and backward stands still meanwhile, so nothing "
+            "overlaps. Where do you need the sums for the first time?",
+        ),
+        (
+            starts != STARTS,
+            f"your all-reduces start when {starts} of {STARTS[-1]} gradients are ready, and DDP's "
+            f"at {STARTS}. A bucket that waits for later gradients does not overlap with backward",
+        ),
+        (
+            torch.allclose(after, own),
+            "finish() leaves this rank's own gradients in .grad. Where are the means?",
+        ),
+        (torch.allclose(after, total), "the gradients are the sum over the ranks, not the mean"),
+        (
+            torch.allclose(after, total / 4),
+            "the gradients are half of the mean. Divide once, by the world size",
+        ),
+        (
+            not _has_mean(ranks),
+            "some gradients are not the mean over the ranks. Does each parameter get its own piece "
+            "of the bucket?",
+        ),
     ]:
-        if torch.allclose(step.after, wrong):
+        if wrong:
             return hint
-    if not _has_mean(ranks):
-        return (
-            "some gradients are not the mean over the ranks. Is each piece of a bucket, in the "
-            "order in which you packed it, copied to its own parameter?"
-        )
     return None
 
 
