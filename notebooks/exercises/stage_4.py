@@ -165,43 +165,25 @@ def _has_mean(ranks: Any) -> bool:
 
 def _judge_layers(ranks: Any, torchs: tuple[int, ...]) -> str | None:
     sizes, starts, _, own, after = ranks[0]
-    slip = SLIPS.get(sizes, "A bucket is full as soon as it holds `cap` bytes or more")
     total = ranks[0].own + ranks[1].own
-    for wrong, hint in [
-        (not sizes, "neither backward() nor finish() has called dist.all_reduce"),
-        (
-            sizes != torchs,
-            f"with a cap of {SMALL_CAP} bytes, your all-reduces have {[*sizes]} bytes, and DDP's "
-            f"{[*torchs]}. {slip}",
-        ),
-        (
-            any(rank.waited for rank in ranks),
-            "a hook waits for an all-reduce, and backward stands still meanwhile, so nothing "
-            "overlaps. Where do you need the sums for the first time?",
-        ),
-        (
-            starts != STARTS,
-            f"your all-reduces start when {starts} of {STARTS[-1]} gradients are ready, and DDP's "
-            f"at {STARTS}. A bucket that waits for later gradients does not overlap with backward",
-        ),
-        (
-            torch.allclose(after, own),
-            "finish() leaves this rank's own gradients in .grad. Where are the means?",
-        ),
-        (torch.allclose(after, total), "the gradients are the sum over the ranks, not the mean"),
-        (
-            torch.allclose(after, total / 4),
-            "the gradients are half of the mean. Divide once, by the world size",
-        ),
-        (
-            not _has_mean(ranks),
-            "some gradients are not the mean over the ranks. Does each parameter get its own piece "
-            "of the bucket?",
-        ),
-    ]:
-        if wrong:
-            return hint
-    return None
+    slip = SLIPS.get(sizes, "A bucket is full as soon as it holds `cap` bytes or more")
+    packed = f"with a cap of {SMALL_CAP} bytes, your all-reduces have {sizes} bytes, and DDP's "
+    begun = f"your all-reduces start when {starts} of {STARTS[-1]} gradients are ready, and DDP's "
+    hints = {
+        "no all-reduce was called, as if no bucket were ever complete. Does each hook know the "
+        "number of its own bucket?": not sizes,
+        f"{packed}{torchs}. {slip}": sizes != torchs,
+        "a hook waits for an all-reduce, and backward stands still meanwhile, so nothing overlaps. "
+        "Where do you need the sums for the first time?": any(rank.waited for rank in ranks),
+        f"{begun}at {STARTS}. A bucket that waits for later gradients does not overlap with "
+        "backward": starts != STARTS,
+        "finish() leaves this rank's own gradients in .grad": torch.allclose(after, own),
+        "the gradients are the sum over the ranks, not the mean": torch.allclose(after, total),
+        "the gradients are half of the mean. Divide once": torch.allclose(after, total / 4),
+        "some gradients are not the mean over the ranks. Does each parameter get its own piece of "
+        "the bucket?": not _has_mean(ranks),
+    }
+    return next((hint for hint, wrong in hints.items() if wrong), None)
 
 
 EXERCISES = {"Buckets": Exercise(_train, _judge, timeout=40)}

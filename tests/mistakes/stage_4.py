@@ -49,6 +49,15 @@ class Right:
             parameter.grad.copy_(mean.view_as(parameter))
 
 
+class BindsLate(Right):
+    def __init__(self, model, cap):
+        self.buckets = self.pack([*model.parameters()], cap)
+        for number, bucket in enumerate(self.buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(lambda _: self.ready(number))  # noqa: B023
+        self.reset()
+
+
 class FirstLayersFirst(Right):
     def pack(self, parameters, cap):
         return super().pack(parameters[::-1], cap)
@@ -123,6 +132,7 @@ class Mixes(Right):
 
 MISTAKES = {
     "Buckets": [
+        (BindsLate, "Does each hook know the number of its own bucket"),
         (FirstLayersFirst, "Yours begin with the first layers"),
         (NeverAboveTheCap, "never exceed the cap"),
         (OnlyAboveTheCap, "as soon as it has reached the cap"),
@@ -133,7 +143,7 @@ MISTAKES = {
         (StartsOneAtMost, "how many others may have been waiting"),
         (NeverResets, "The first step was right, but the second was not"),
         (Adds, "the sum over the ranks, not the mean"),
-        (WritesNothing, "this rank's own gradients in .grad"),
+        (WritesNothing, "leaves this rank's own gradients"),
         (Mixes, "its own piece"),
     ],
 }
