@@ -1,6 +1,7 @@
 """A typical mistake in a notebook's exercise gets the hint that is meant for it."""
 
 import ast
+import sys
 from importlib import import_module
 
 import jupytext
@@ -46,8 +47,11 @@ def imports_for(code, path):
 
 
 @pytest.mark.parametrize("name", sorted(SOLUTIONS))
-def test_a_solution_is_right(name, monkeypatch):
-    """It runs with the imports of its chapter, as in a reader's notebook."""
+def test_a_solution_is_right(name, monkeypatch, tmp_path):
+    """It runs with the imports of its chapter, as in a reader's notebook, which has myddp.py."""
+    (tmp_path / "myddp.py").write_text(myddp.source())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "myddp", raising=False)
     kept, measured = [], []
     monkeypatch.setattr(myddp, "keep", kept.append)
     monkeypatch.setattr(score, "show", measured.append)

@@ -20,7 +20,7 @@ STAGES = {
     3: ("token_step",),
     4: ("Buckets",),
     5: ("ShardedAdam",),
-    6: ("ShardedBlock",),
+    6: ("Gather", "ShardedBlock"),
 }
 GIVEN = '''\
 """Data-parallel training, written by hand in the chapters 02, 05, 07 and 10."""
@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 
 class Ring:
