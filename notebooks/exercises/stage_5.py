@@ -5,25 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lesson import Exercise, myddp
+from lesson import Exercise, myddp, trial
 from lesson.cost_model import PRECISIONS, Link, strategy_bytes_sent
 from lesson.partners import open_impatient_group
 from lesson.record import Log
-from lesson.trial import (
-    WEIGHTS,
-    Batch,
-    Prediction,
-    Seen,
-    Way,
-    batch,
-    compare,
-    loss_of,
-    new_gpt,
-    vector,
-    with_ddp,
-)
+from lesson.trial import WEIGHTS, Prediction, Seen, Way, loss_of, new_gpt, vector, with_ddp
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -38,10 +25,9 @@ def bytes_sent_in(log: Log) -> float:
 
 def way(own: Any) -> Way:
     """Train with the reader's optimizer, which averages the gradients, too."""
-    model = new_gpt()
-    optimizer = own.ShardedAdam(model, lr=1e-3)
+    optimizer = own.ShardedAdam(model := new_gpt(), lr=1e-3)
 
-    def step(mine: Batch) -> None:
+    def step(mine: trial.Batch) -> None:
         loss_of(model, mine).backward()
         optimizer.step()
 
@@ -49,7 +35,9 @@ def way(own: Any) -> Way:
 
 
 def torchs_way() -> Way:
-    """Train with DDP and ZeRO-1, which has the same bits as DDP with AdamW."""
+    """Train with ZeRO-1."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # the import itself warns
+
     return with_ddp(lambda weights: ZeroRedundancyOptimizer(weights, AdamW))
 
 
@@ -64,51 +52,49 @@ class Observed(NamedTuple):
     gradient: Tensor  # of this rank's own batch
     stepped: Tensor
     dropped: bool  # the gradients
-    state: float  # bytes
+    state: int  # bytes
     odd: tuple[Tensor, Tensor]  # nine weights after a step in the reader's way and in AdamW's
     seen: Seen
 
 
 def _observe(ShardedAdam: Any) -> Observed:
     open_impatient_group()
-    model = new_gpt()
-    optimizer, stepped = ShardedAdam(model, lr=1e-3), [torch.zeros(0)]
-    loss_of(model, batch(0)).backward()
-    own_gradient = torch.cat([_gradient(weight) for weight in model.parameters()])
+    optimizer, stepped = ShardedAdam(model := new_gpt(), lr=1e-3), [torch.zeros(0)]
+    loss_of(model, trial.batch(0)).backward()
+    gradient = torch.cat([_gradient(weight) for weight in model.parameters()])
 
     def note(stepping: Optimizer, *_: Any) -> None:
-        stepped.extend(_gradient(each) for kind in stepping.param_groups for each in kind["params"])
+        stepped.extend(
+            _gradient(each) for group in stepping.param_groups for each in group["params"]
+        )
 
     hook = register_optimizer_step_pre_hook(note)
     optimizer.step()
     hook.remove()
+    dist.barrier()
     gc.collect()
     alive = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
     states = [tensor for each in alive for own in each.state.values() for tensor in own.values()]
+    state = sum(tensor.nbytes for tensor in states if tensor.ndim)  # without Adam's count of steps
     dropped = all(weight.grad is None for weight in model.parameters())
-    state = sum(tensor.nbytes for tensor in states if tensor.ndim)
-    small, other = _small(), _small()
     odd = (
-        _one_step(ShardedAdam(small, lr=1e-3), small),
-        _one_step(AdamW(other.parameters()), other),
+        _one_step(lambda model: ShardedAdam(model, lr=1e-3)),
+        _one_step(lambda model: AdamW(model.parameters())),
     )
     own = myddp.load(ShardedAdam=ShardedAdam)
-    seen = compare(lambda: way(own), lambda: with_ddp())
+    seen = trial.compare(lambda: way(own), with_ddp)
     dist.destroy_process_group()
-    return Observed(own_gradient, torch.cat(stepped), dropped, state, odd, seen)
+    return Observed(gradient, torch.cat(stepped), dropped, state, odd, seen)
 
 
 def _gradient(weight: Tensor) -> Tensor:
     return torch.zeros(0) if weight.grad is None else weight.grad.detach().flatten().clone()
 
 
-def _small() -> nn.Module:
-    """Return a model whose number of weights, 9, is not divisible by 2."""
+def _one_step(make_optimizer: Any) -> Tensor:
+    """Train a model whose number of weights, 9, is not divisible by 2."""
     torch.manual_seed(0)
-    return nn.Linear(2, 3)
-
-
-def _one_step(optimizer: Any, model: nn.Module) -> Tensor:
+    optimizer = make_optimizer(model := nn.Linear(2, 3))
     model(torch.ones(1, 2)).square().sum().backward()
     optimizer.step()
     return vector(model)
@@ -116,24 +102,22 @@ def _one_step(optimizer: Any, model: nn.Module) -> Tensor:
 
 def _judge(ranks: list[Observed]) -> str | None:
     _, stepped, dropped, state, odd, seen = ranks[0]
-    own, other = (rank.gradient.tensor_split(2) for rank in ranks)
-    half, first = len(own[0]), [rank.seen.own[0] for rank in ranks]
+    own, other = (rank.gradient.tensor_split(2)[0] for rank in ranks)
+    first = [rank.seen.own[0] for rank in ranks]
+    same = [*map(torch.equal, seen.own, seen.torchs)]
     units = bytes_sent_in(seen.log) / (2 * WEIGHTS)
     if not len(stepped):
         return "no optimizer has taken a step: give your chunk to torch.optim.AdamW"
-    if len(stepped) > half:
+    if len(stepped) > len(own):
         return (
             f"on rank 0, AdamW steps {len(stepped)} numbers, and that is how many its state has. "
             "To shard it, give AdamW this rank's chunk of the weights alone"
         )
-    hints = [
-        (own[0] + other[0], "the sum over the ranks. DDP takes the mean"),
-        (own[0], "rank 0's own. Reduce-scatter first: then your chunk has the ranks' sum"),
-    ]
-    for wrong, hint in hints:
-        if torch.equal(stepped, wrong):
-            return f"the gradient with which AdamW steps is {hint}"
-    if not torch.equal(stepped, (own[0] + other[0]) / 2):
+    if torch.equal(stepped, own + other):
+        return "AdamW steps with the sum of the ranks' gradients. DDP takes the mean"
+    if torch.equal(stepped, own):
+        return "on rank 0, AdamW steps with rank 0's own gradient. Reduce-scatter it first"
+    if not torch.equal(stepped, (own + other) / 2):
         return "on rank 0, AdamW does not step with the mean gradient of chunk 0"
     if torch.equal(first[0], vector(new_gpt())):
         return "AdamW steps a copy: no weight of the model has changed"
@@ -144,20 +128,19 @@ def _judge(ranks: list[Observed]) -> str | None:
         )
     if not dropped:
         return "after step(), the weights still have a .grad, and the next backward() adds to it"
-    same = [*map(torch.equal, seen.own, seen.torchs)]
-    if state < 4 * half or (same[0] and not same[1]):
+    if state < 8 * len(own) or (same[0] and not same[1]):
         return (
             "the first step is right, but Adam's averages do not live until the second. Make the "
             "optimizer once, in __init__"
         )
-    if state > 8 * half:
+    if state > 8 * len(own):
         return f"AdamW's state takes {state} bytes on rank 0, but 8 per weight of its chunk do"
     if abs(units - 2) > 0.01:
         return (
             f"right, but a rank sends {units:g} units and not 2. An all-reduce takes 2 units, and "
             "so does Gloo's reduce-scatter; your ring's halves take one unit each"
         )
-    if not torch.allclose(*odd):
+    if not torch.equal(*odd):
         return "it is right, but not for 9 weights on two ranks: a chunk may be one longer"
     return None if all(same) else "the weights differ from those of DDP with AdamW"
 

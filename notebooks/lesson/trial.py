@@ -96,6 +96,7 @@ def compare(reader: Callable[[], Way], torchs: Callable[[], Way], steps: int = 3
 
 def bytes_held() -> int:
     """Return the bytes of all tensors of this process that Python knows."""
+    gc.collect()
     # A DTensor only describes its local tensor, and a meta tensor (address 0) has no memory.
     tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]

@@ -111,8 +111,8 @@ class OnlyEvenModels(Right):
 
 MISTAKES = {
     "ShardedAdam": [
-        (TakesTheSum, "is the sum over the ranks"),
-        (TakesItsOwn, "is rank 0's own"),
+        (TakesTheSum, "steps with the sum"),
+        (TakesItsOwn, "rank 0's own gradient"),
         (StepsEverything, "AdamW steps 115456 numbers"),
         (ForgetsToGather, "the ranks now hold different weights"),
         (StepsACopy, "AdamW steps a copy"),

@@ -62,8 +62,6 @@ class GathersOwnTwice(RightGather):
 class RightBlock(nn.Module):
     """The solution, in parts that a mistake can replace."""
 
-    kept = ()
-
     def __init__(self, block):
         super().__init__()
         whole = nn.utils.parameters_to_vector(block.parameters()).detach()
@@ -122,12 +120,6 @@ class GathersWithoutGradient(RightBlock):
         return own.Gather.apply(self.shard.detach()).requires_grad_()
 
 
-class CachesTheWhole(RightBlock):
-    def gather(self):
-        self.whole = super().gather()
-        return self.whole
-
-
 MISTAKES = {
     "Gather": [
         (Sums, "rank 0's gradient is the sum"),
@@ -137,12 +129,11 @@ MISTAKES = {
         (GathersOwnTwice, "but you gather [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]"),
     ],
     "ShardedBlock": [
-        (KeepsTheBlock, "a rank holds 6.0 bytes per weight"),
+        (KeepsTheBlock, "a rank holds 6.0 bytes per weight, but its chunk takes 2"),
         (TrainsTheBlock, "only this rank's chunk may be an nn.Parameter"),
         (GathersOnce, "kept from forward to backward"),
         (TakesChunk0, "the output is not that of the whole block"),
         (DividesTwice, "gradient is divided twice"),
-        (GathersWithoutGradient, "the chunk has no gradient after backward"),
-        (CachesTheWhole, "Where do the whole weights live on?"),
+        (GathersWithoutGradient, "gradient is missing"),
     ],
 }
