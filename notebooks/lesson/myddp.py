@@ -5,6 +5,7 @@ chapters' solutions for what is missing, so nobody has to finish a stage to read
 """
 
 import ast
+import inspect
 import linecache
 import re
 from collections.abc import Callable
@@ -115,7 +116,6 @@ def _file(known: dict[str, str]) -> str:
 
 def _cell_of(function: Callable[..., Any]) -> str:
     """Return the source of the cell that defines a function or class."""
-    code = next(
-        each.__code__ for each in [function, *vars(function).values()] if hasattr(each, "__code__")
-    )
+    parts = map(inspect.unwrap, [function, *vars(function).values()])  # without decorators
+    code = next(each.__code__ for each in parts if hasattr(each, "__code__"))
     return "".join(linecache.getlines(code.co_filename))
