@@ -80,7 +80,7 @@ class Exercise:
 
 
 def _observed(exercise: Exercise, function: Callable[..., Any]) -> Any:
-    """Observe the reader's function. The NotImplemented of a stub is no result."""
+    """Observe the reader's function or class. The NotImplemented of a stub is no result."""
 
     def attempt(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -88,7 +88,7 @@ def _observed(exercise: Exercise, function: Callable[..., Any]) -> Any:
             raise NotYetWritten
         return result
 
-    return exercise.observe(attempt)
+    return exercise.observe(function if isinstance(function, type) else attempt)
 
 
 def _explain(error: Exception, printed: str) -> str:

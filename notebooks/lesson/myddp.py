@@ -5,6 +5,7 @@ chapters' solutions for what is missing, so nobody has to finish a stage to read
 """
 
 import ast
+import inspect
 import linecache
 import re
 from collections.abc import Callable
@@ -20,7 +21,7 @@ STAGES = {
     3: ("token_step",),
     4: ("Buckets",),
     5: ("ShardedAdam",),
-    6: ("ShardedBlock",),
+    6: ("Gather", "ShardedBlock"),
 }
 GIVEN = '''\
 """Data-parallel training, written by hand in the chapters 02, 05, 07 and 10."""
@@ -32,6 +33,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 
 class Ring:
@@ -113,7 +116,6 @@ def _file(known: dict[str, str]) -> str:
 
 def _cell_of(function: Callable[..., Any]) -> str:
     """Return the source of the cell that defines a function or class."""
-    code = next(
-        each.__code__ for each in [function, *vars(function).values()] if hasattr(each, "__code__")
-    )
+    parts = map(inspect.unwrap, [function, *vars(function).values()])  # without decorators
+    code = next(each.__code__ for each in parts if hasattr(each, "__code__"))
     return "".join(linecache.getlines(code.co_filename))

@@ -1,6 +1,5 @@
 """Measure a stage of myddp.py, and PyTorch's way, between two ranks on a slowed network."""
 
-import gc
 import json
 import os
 import statistics
@@ -80,7 +79,6 @@ def measure(stage: int) -> dict[str, Any]:
     for name, make in {"PyTorch's": module.torchs_way, "yours": lambda: module.way(own)}.items():
         before = bytes_held()
         measured[name], log, span = _take_steps(way := make(), compute)
-        gc.collect()
         measured[name]["held"] = (bytes_held() - before) / WEIGHTS
         del way
     measured["timeline"] = _timeline(log, span)

@@ -96,7 +96,9 @@ def compare(reader: Callable[[], Way], torchs: Callable[[], Way], steps: int = 3
 
 def bytes_held() -> int:
     """Return the bytes of all tensors of this process that Python knows."""
-    tensors = [each for each in gc.get_objects() if isinstance(each, Tensor)]
+    gc.collect()
+    # A DTensor only describes its local tensor, and a meta tensor (address 0) has no memory.
+    tensors = [each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter)]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
     memory = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
-    return sum(storage.nbytes() for storage in memory.values())
+    return sum(storage.nbytes() for address, storage in memory.items() if address)

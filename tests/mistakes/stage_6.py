@@ -1,0 +1,139 @@
+"""Typical wrong answers to stage 6 of myddp.py, and words of the hint that each must get."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lesson import myddp
+from torch import nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+own = myddp.load()
+
+
+class RightGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, shard):
+        ring = own.Ring()
+        chunks = [torch.empty_like(shard) for _ in range(ring.world_size)]
+        chunks[ring.rank].copy_(shard)
+        own.all_gather(ring, chunks)
+        return torch.cat(chunks)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        chunks = gradient.clone().tensor_split(dist.get_world_size())
+        own.reduce_scatter(own.Ring(), chunks)
+        return chunks[dist.get_rank()] / dist.get_world_size()
+
+
+class Sums(RightGather):
+    @staticmethod
+    def backward(ctx, gradient):
+        return RightGather.backward(ctx, gradient) * dist.get_world_size()
+
+
+class TakesItsOwn(RightGather):
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.tensor_split(dist.get_world_size())[dist.get_rank()]
+
+
+class DoesNotScatter(RightGather):
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient := gradient.clone())
+        return gradient / dist.get_world_size()
+
+
+class AllReduces(RightGather):
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient := gradient.clone())
+        return (gradient / dist.get_world_size()).tensor_split(2)[dist.get_rank()]
+
+
+class GathersOwnTwice(RightGather):
+    @staticmethod
+    def forward(ctx, shard):
+        return torch.cat([shard] * dist.get_world_size())
+
+
+class RightBlock(nn.Module):
+    """The solution, in parts that a mistake can replace."""
+
+    def __init__(self, block):
+        super().__init__()
+        whole = nn.utils.parameters_to_vector(block.parameters()).detach()
+        whole = F.pad(whole, (0, -len(whole) % dist.get_world_size()))
+        self.shard = nn.Parameter(self.chunk(whole).clone())
+        self.keep(block)
+
+    def chunk(self, whole):
+        return whole.tensor_split(dist.get_world_size())[dist.get_rank()]
+
+    def keep(self, block):
+        self.block = [block.to("meta")]
+
+    def gather(self):
+        return own.Gather.apply(self.shard)
+
+    def compute(self, *args, **kwargs):
+        weights, whole = {}, self.gather()
+        for name, like in self.block[0].named_parameters():
+            weights[name] = whole[: like.numel()].view(like.shape)
+            whole = whole[like.numel() :]
+        return functional_call(self.block[0], weights, args, kwargs)
+
+    def forward(self, *args, **kwargs):
+        return checkpoint(self.compute, *args, use_reentrant=False, **kwargs)
+
+
+class KeepsTheBlock(RightBlock):
+    def keep(self, block):
+        self.block = [block]
+
+
+class TrainsTheBlock(RightBlock):
+    def keep(self, block):
+        self.block = nn.ModuleList([block])
+
+
+class GathersOnce(RightBlock):
+    def forward(self, *args, **kwargs):
+        return self.compute(*args, **kwargs)
+
+
+class TakesChunk0(RightBlock):
+    def chunk(self, whole):
+        return whole.tensor_split(dist.get_world_size())[0]
+
+
+class DividesTwice(RightBlock):
+    def __init__(self, block):
+        super().__init__(block)
+        self.shard.register_hook(lambda gradient: gradient / dist.get_world_size())
+
+
+class GathersWithoutGradient(RightBlock):
+    def gather(self):
+        return own.Gather.apply(self.shard.detach()).requires_grad_()
+
+
+MISTAKES = {
+    "Gather": [
+        (Sums, "rank 0's gradient is the sum"),
+        (TakesItsOwn, "rank 0's gradient is its own"),
+        (DoesNotScatter, "backward returns the whole gradient"),
+        (AllReduces, "forward sends 12 and backward 24"),
+        (GathersOwnTwice, "but you gather [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]"),
+    ],
+    "ShardedBlock": [
+        (KeepsTheBlock, "a rank holds 6.0 bytes per weight, but its chunk takes 2"),
+        (TrainsTheBlock, "only this rank's chunk may be an nn.Parameter"),
+        (GathersOnce, "kept from forward to backward"),
+        (TakesChunk0, "the output is not that of the whole block"),
+        (DividesTwice, "gradient is divided twice"),
+        (GathersWithoutGradient, "gradient is missing"),
+    ],
+}
