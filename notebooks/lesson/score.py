@@ -17,15 +17,15 @@ from ddp_ref import run_ranks
 
 from . import myddp
 from .commands import ROOT
-from .cost_model import fit_link
+from .cost_model import Link, bytes_per_second
 from .palette import COMMUNICATE, COMPUTE, WAIT
 from .prediction import time_all_reduces
 from .record import Log, recorded
-from .trial import WEIGHTS, Way, batch, bytes_held, loss_of, new_gpt
+from .trial import WEIGHTS, Batch, Way, batch, bytes_held, loss_of, new_gpt
 
 MEGABITS = 200  # a second, shared by both ranks
 ROWS, STEPS, WARM_UP = 32, 12, 3  # of a rank's batch; steps
-SIZES = [2**k for k in range(12, 20)]  # bytes of the all-reduces that measure the network
+COLUMNS = "ms a step", "ms exposed", "KB sent", "bytes per weight"
 # A network of its own, in which only this command's processes are slowed down.
 SLOWED = f"""
 ip link set lo mtu 1500 up
@@ -41,10 +41,11 @@ def show(stage: int) -> None:
     command = [*unshare, sys.executable, "-m", "lesson.score", str(stage)]
     path = os.pathsep.join([str(myddp.CHAPTERS), str(ROOT)])
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        why = done.stderr.splitlines()[-1:] or [f"exit code {done.returncode}"]
-        print(f"not measured, because no slowed network can be made here: {why[0]}")
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = (getattr(error, "stderr", "") or str(error)).splitlines()[-1]
+        print(f"not measured, because no slowed network can be made here: {why}")
         return
     measured = json.loads(done.stdout.splitlines()[-1])
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
@@ -54,71 +55,75 @@ def show(stage: int) -> None:
     _draw(measured["timeline"])
 
 
-def _as_text(table: dict[str, dict[str, dict[str, float]]]) -> str:
-    lines = ["stage            |  ms a step | ms exposed | KB sent | bytes per weight"]
+def _as_text(table: dict[str, dict[str, list[float]]]) -> str:
+    lines = [" | ".join(["stage        ", *COLUMNS])]
     for stage, ways in sorted(table.items()):
         for name, row in ways.items():
-            cells = [f"{row[key]:10.1f}" if key in row else 10 * " " for key in COLUMNS]
-            lines.append(f"{stage} {name:14} | " + " | ".join(cells))
+            numbers = [f"{x:.1f}".rjust(len(c)) for c, x in zip(COLUMNS, row, strict=False)]
+            equal = ["equal"] * (name == "yours")  # `check` has found out
+            lines.append(" | ".join([f"{stage} {name:11}", *numbers, *equal]))
     return "\n".join(lines)
 
 
-COLUMNS = ("ms", "exposed", "kilobytes", "held")
-
-
 def measure(stage: int) -> dict[str, Any]:
-    """Take the steps of both ways in turn, and return what they cost (collective)."""
+    """Take steps in both ways, and without sending, in turn; return what they cost (collective)."""
     module, own = import_module(f"exercises.stage_{stage}"), myddp.load()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    link = fit_link(time_all_reduces(SIZES), dist.get_world_size())
-    forward, backward = _time_alone()
-    compute, exposed, sent = module.predict(forward, backward, link)
-    predicted = {"ms": 1000 * (compute + exposed), "exposed": 1000 * exposed}
-    measured: dict[str, Any] = {"predicted": predicted | {"kilobytes": sent / 1000}}
+    [latency] = time_all_reduces([4]).values()
+    link = Link(latency, bytes_per_second(MEGABITS / 1000) / dist.get_world_size())
+    ways, held = {}, {}
     for name, make in {"PyTorch's": module.torchs_way, "yours": lambda: module.way(own)}.items():
         before = bytes_held()
-        measured[name], log, span = _take_steps(way := make(), compute)
-        measured[name]["held"] = (bytes_held() - before) / WEIGHTS
-        del way
-    measured["timeline"] = _timeline(log, span)
-    dist.destroy_process_group()
-    return measured
-
-
-def _time_alone() -> tuple[float, float]:
-    """Return the seconds of forward with the optimizer's step, and of backward, without sending."""
-    model, times = new_gpt(), []
+        ways[name] = make()
+        ways[name].step(batch(0, ROWS))
+        held[name] = (bytes_held() - before) / WEIGHTS
+    rows: dict[str, list[Any]] = {name: [] for name in ways}
+    alone, model = [], new_gpt()
     optimizer = torch.optim.AdamW(model.parameters())
-    for step in range(STEPS):
-        dist.barrier()
-        start = time.perf_counter()
-        loss = loss_of(model, batch(step, ROWS))
-        middle = time.perf_counter()
-        loss.backward()
-        end = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append((middle - start + time.perf_counter() - end, end - middle))
-    forward, backward = (statistics.median(part) for part in zip(*times[WARM_UP:], strict=True))
-    return forward, backward
-
-
-def _take_steps(way: Way, compute: float) -> tuple[dict[str, float], Log, tuple[float, float]]:
-    rows = []
-    for step in range(STEPS):
+    for step in range(WARM_UP + STEPS):
         mine = batch(step, ROWS)
-        dist.barrier()
-        sent, start = _bytes_on_the_wire(), time.perf_counter()
-        with recorded() as log:
-            way.step(mine)
-        end = time.perf_counter()
-        dist.barrier()
-        exposed = end - start - compute
-        # Both ranks send through one interface.
-        rows.append((1000 * (end - start), 1000 * exposed, (_bytes_on_the_wire() - sent) / 2000))
-    middle = [statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True)]
-    return dict(zip(COLUMNS, middle, strict=False)), log, (start, end)
+        alone.append(_step_alone(model, optimizer, mine))
+        for name, way in ways.items():
+            row, timeline = _take_step(way, mine)
+            rows[name].append(row)
+    dist.destroy_process_group()
+    compute, exposed, sent = module.predict(*_medians(alone), link)
+    result = {"predicted": [1000 * (compute + exposed), 1000 * exposed, sent / 1000]}
+    for name in ways:
+        milliseconds, kilobytes = _medians(rows[name])
+        exposed = milliseconds - 1000 * compute
+        result[name] = [milliseconds, exposed, kilobytes, held[name]]
+    return result | {"timeline": timeline}
+
+
+def _medians(rows: list[Any]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True)]
+
+
+def _step_alone(model: Any, optimizer: Any, mine: Batch) -> tuple[float, float]:
+    """Return the seconds of forward with the optimizer's step, and of backward, without sending."""
+    dist.barrier()
+    times = [time.perf_counter()]
+    loss = loss_of(model, mine)
+    times.append(time.perf_counter())
+    loss.backward()
+    times.append(time.perf_counter())
+    optimizer.step()
+    optimizer.zero_grad()
+    return times[1] - times[0] + time.perf_counter() - times[2], times[2] - times[1]
+
+
+def _take_step(way: Way, mine: Batch) -> tuple[tuple[float, float], dict[str, Any]]:
+    """Return the milliseconds of a step, the kilobytes that a rank sent, and a timeline."""
+    dist.barrier()
+    sent, start = _bytes_on_the_wire(), time.perf_counter()
+    with recorded() as log:
+        way.step(mine)
+    end = time.perf_counter()
+    dist.barrier()
+    own = (_bytes_on_the_wire() - sent) / 2000  # both ranks send through one interface
+    return (1000 * (end - start), own), _timeline(log, start, end)
 
 
 def _bytes_on_the_wire() -> int:
@@ -127,14 +132,14 @@ def _bytes_on_the_wire() -> int:
     return next(int(line.split()[9]) for line in lines if line.strip().startswith("lo:"))
 
 
-def _timeline(log: Log, span: tuple[float, float]) -> dict[str, Any]:
-    """Return what a rank did in its last step, in milliseconds since the step began."""
+def _timeline(log: Log, start: float, end: float) -> dict[str, Any]:
+    """Return what a rank did in a step, in milliseconds since the step began."""
 
     def since_start(spans: Any) -> list[tuple[float, float]]:
-        return [(1000 * (a - span[0]), 1000 * (b - a)) for a, b in spans]
+        return [(1000 * (a - start), 1000 * (b - a)) for a, b in spans]
 
     return {
-        "step": 1000 * (span[1] - span[0]),
+        "step": 1000 * (end - start),
         "waits": since_start(log.waits),
         "sends": since_start((call.start, call.end) for call in log.calls),
     }
@@ -150,6 +155,7 @@ def _draw(ranks: list[dict[str, Any]]) -> None:
         axes.broken_barh(own["sends"], (3 * rank + 1, 1), color=COMMUNICATE, edgecolor="white")
     rows = [f"rank {rank} {what}" for rank in range(len(ranks)) for what in ("computes", "sends")]
     axes.set_yticks([0.5, 1.5, 3.5, 4.5], rows)
+    axes.invert_yaxis()
     axes.set_xlabel("milliseconds in your step (grey: the rank waits)")
     figure.tight_layout()
     plt.show()
