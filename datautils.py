@@ -70,7 +70,8 @@ def on_cpu(content):
 
 def save(path, content, epoch):
     """Replace the file at `path` in one step: a crash leaves the old file or the new one."""
-    with Path(f"{path}.{os.getpid()}.tmp").open("wb") as file:  # a frozen process keeps its own
+    own = f"{os.uname().nodename}.{os.getpid()}"  # even a process that was frozen has its own file
+    with Path(f"{path}.{own}.tmp").open("wb") as file:
         torch.save(on_cpu(content), file)
         file.flush()
         os.fsync(file.fileno())
