@@ -141,7 +141,7 @@ class Round:
     def records(self) -> list[Record]:
         found = []
         for path in self.folder.glob("*.log"):
-            for line in path.read_text().splitlines():
+            for line in path.read_text().split("\n")[:-1]:  # the last one may be incomplete
                 kind, when, group, step, *more = json.loads(line)
                 found.append(Record(int(path.stem), kind, when, group, step, more))
         return sorted(found, key=lambda record: record.when)
