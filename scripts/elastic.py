@@ -212,7 +212,7 @@ class Worker:
 
     def _open_group(self, group, rank, world, port):
         self.called, before = group, open_sockets()
-        timeout = min(TIMEOUT, OPENING * (1 + self.failures)) / 5
+        timeout = OPENING * (1 + self.failures // 3) / 5  # longer if it fails again and again
         store = dist.TCPStore(self.host, port, is_master=False, timeout=OPENING)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         # To connect, gloo waits five times as long as this group's timeout.
