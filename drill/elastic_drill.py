@@ -57,8 +57,8 @@ MOMENTS = {  # at which a worker dies
 }
 BATCH, EPOCH = 96, 15
 LIMIT = 120  # seconds for a round
-# The most seconds from a death to the next step: TIMEOUT + 2, and if no worker is frozen. In the
-# variant "unused", a thread of gloo sometimes waits for the timeout, and destroying the group for it.
+# The most seconds from a death to the next step: TIMEOUT + 2, and if no worker is frozen. (In the
+# variant "unused", destroying the group sometimes waits for a thread of gloo, until the timeout.)
 BOUND, BOUND_ALONE = 12.0, 5.0
 
 
