@@ -202,7 +202,8 @@ class Round:
         while True:
             for pid in [pid for pid, until in self.stopped.items() if time.monotonic() > until]:
                 del self.stopped[pid]
-                os.kill(pid, signal.SIGCONT)
+                with suppress(ProcessLookupError):  # it died at a moment, just before its stop
+                    os.kill(pid, signal.SIGCONT)
             if time.monotonic() > end:
                 return
             time.sleep(0.01)
