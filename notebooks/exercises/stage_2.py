@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from lesson import Exercise, myddp
 from lesson.cost_model import Link, bucketed_all_reduce_seconds, bytes_sent, gradient_bytes
-from lesson.partners import open_impatient_group
+from lesson.partners import PATIENCE, open_impatient_group
 from lesson.trial import (
     WEIGHTS,
     Batch,
@@ -51,7 +51,7 @@ def torchs_way() -> Way:
 
 def _start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
     """Return the state of a model before and after the reader's function; each rank has its own."""
-    dist.init_process_group("gloo")
+    open_impatient_group()
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     for _ in range(dist.get_rank() + 1):
@@ -59,8 +59,8 @@ def _start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
     model[1].register_buffer("table", torch.rand(2), persistent=False)
     before = _state(model)
     # In a group of its own, the barrier cannot be mistaken for a collective of the reader's. A rank
-    # that calls too few collectives waits here, so the others run into the exercise's timeout.
-    after_all = dist.new_group()
+    # that calls too few collectives waits here, so the others run into the group's timeout.
+    after_all = dist.new_group(timeout=PATIENCE)
     start_alike(model)
     dist.barrier(after_all)
     after = _state(model)
@@ -207,7 +207,7 @@ def _mistake(found: Any, wanted: Any, all_found: Any, length: int) -> str:
 
 
 EXERCISES = {
-    "start_alike": Exercise(_start, _judge_start, nproc=3, timeout=10),
+    "start_alike": Exercise(_start, _judge_start, nproc=3),
     "average_gradients": Exercise(_average, _judge_average),
     "shard_indices": Exercise(_shards, _judge_shards, nproc=0),
 }

@@ -11,6 +11,11 @@ def parameters_alone(model):
         dist.broadcast(parameter.detach(), src=0)
 
 
+def saved_alone(model):
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, src=0)
+
+
 def rank_0_alone(model):
     if dist.get_rank() == 0:
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -70,7 +75,8 @@ def own_order(length, rank, world_size, epoch):
 MISTAKES = {
     "start_alike": [
         (parameters_alone, "model.parameters() does not contain them"),
-        (rank_0_alone, "waiting in a collective that another rank never called"),
+        (saved_alone, "persistent=False"),
+        (rank_0_alone, "waited in a collective for another rank"),
     ],
     "average_gradients": [
         (sums, "the gradients are the sum over the ranks"),
