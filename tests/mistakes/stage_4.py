@@ -120,6 +120,11 @@ class Adds(Right):
         super().write(bucket, flat * dist.get_world_size())
 
 
+class DividesByTwo(Right):
+    def write(self, bucket, flat):
+        super().write(bucket, flat * dist.get_world_size() / 2)
+
+
 class WritesNothing(Right):
     def write(self, bucket, flat):
         pass
@@ -141,9 +146,10 @@ MISTAKES = {
         (WaitsInTheHook, "a hook waits for an all-reduce"),
         (SendsWhatIsComplete, "the ranks add gradients of different parameters"),
         (StartsOneAtMost, "how many others may have been waiting"),
-        (NeverResets, "The first step was right, but the second was not"),
-        (Adds, "the sum over the ranks, not the mean"),
-        (WritesNothing, "leaves this rank's own gradients"),
-        (Mixes, "its own piece"),
+        (NeverResets, "a later one does not"),
+        (Adds, "is the sum over the ranks"),
+        (WritesNothing, "rank 0's gradient is this rank's own"),
+        (DividesByTwo, "half of the sum, but here are 3 ranks"),
+        (Mixes, "is not the mean over the ranks, or not everywhere"),
     ],
 }
