@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 State = dict[str, Tensor]
-NOT_SAVED = "1.table"  # a buffer that state_dict() leaves out
 TENSORS = 15  # of the small GPT's weights
 SIZES = [(12, 3), (10, 4), (1, 4)]  # items and ranks
 
@@ -62,15 +61,10 @@ def _judge_start(seen: list[tuple[State, State]]) -> str | None:
             "the parameters are not rank 0's on every rank. A broadcast works in place, so give it "
             "the parameters themselves, not copies of them"
         )
-    if differ == [NOT_SAVED]:
-        return (
-            "a buffer that was registered with persistent=False did not become rank 0's. "
-            "state_dict() leaves such buffers out, and model.buffers() does not"
-        )
     if differ:
         return (
-            "the parameters are right, but buffers such as BatchNorm's running mean are not rank "
-            "0's on every rank. model.parameters() does not contain them"
+            f"the parameters are right, but not the buffers {', '.join(differ)}. model.parameters()"
+            " contains no buffers, and state_dict() only those that were registered as persistent"
         )
     return None
 

@@ -138,9 +138,9 @@ def _judge(ranks: list[Observed]) -> str | None:
             "the output is not that of the whole block. Does every rank keep the chunk of its own "
             "rank, and does each weight get back its own numbers and shape?"
         )
-    for wrong, hint in [(0, "missing"), (n**2, "the sum"), (1 / n**2, "divided twice")]:
+    for wrong, what in [(0, "missing"), (n**2, "the sum"), (1 / n**2, "divided twice")]:
         if abs(ratio - wrong) < 0.01:
-            return f"after backward, the chunk's gradient is {hint}. Gather returns the mean"
+            return f"after backward, the chunk's gradient is {what}. Gather returns the mean"
     if abs(ratio - 1) > 0.01:
         return "the chunk's gradient is not the mean over the ranks. Gather returns it"
     if held > 5 / n:

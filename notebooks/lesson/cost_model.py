@@ -139,13 +139,8 @@ def ring_bandwidth(gpus_per_node: int, nodes: int, within: float, between: float
 
     All ranks send at the same pace, so a ring over several nodes runs at the speed of the network,
     however fast the GPUs of a node are connected. NCCL's trees and rings over several network
-    cards do better or worse; this is the simplest model.
-
-    Args:
-        gpus_per_node: Ranks on each node.
-        nodes: How many.
-        within: Bytes a second out of a GPU, to another GPU of its node.
-        between: Bytes a second out of a node, in one direction, all its network cards together.
+    cards do better or worse; this is the simplest model. `within` is out of a GPU, to another GPU
+    of its node, and `between` out of a node, all its network cards together.
     """
     if nodes == 1:
         return within
@@ -219,11 +214,8 @@ def bytes_per_parameter(
     the block that FSDP2 has gathered. The DDP below ZeRO-1 has the bucket view; without it, DDP's
     buckets are a second copy of the gradients.
 
-    Args:
-        strategy: Who shards what.
-        world_size: Ranks.
-        number: Bytes of a weight; gradients and optimizer state have the same type.
-        state: Numbers that the optimizer keeps for each parameter, such as 2 for Adam.
+    number: bytes of a weight; gradients and optimizer state have the same type.
+    state: numbers that the optimizer keeps for each parameter, such as 2 for Adam.
     """
     sharded = STRATEGIES.index(strategy) - 1  # how many of the kinds below, from the right
     whole = {"weights": number, "gradients": number, "buckets": 0, "optimizer": number * state}

@@ -42,14 +42,14 @@ class Exercise:
         nproc: How many ranks to start. 0: `observe` runs in the notebook.
         timeout: Seconds after which the ranks are ended, and the answer is a hint as well.
         train: Runs on two ranks if `judge` returns None: trains with the reader's function and in
-            PyTorch's way, and returns for each step whether the weights were equal.
+            PyTorch's way, and returns how far the weights were apart after each step.
     """
 
     observe: Callable[[Callable[..., Any]], Any]
     judge: Callable[[list[Any]], str | None]
     nproc: int = 2
     timeout: float = 60
-    train: Callable[[Callable[..., Any]], list[bool]] | None = None
+    train: Callable[[Callable[..., Any]], list[float]] | None = None
 
     def check(self, function: Callable[..., Any]) -> str:
         """Run `function` on the ranks, print the answer in one line, and return it."""
@@ -101,14 +101,18 @@ def _observed(observe: Callable[..., Any], function: Callable[..., Any]) -> Any:
     return observe(function if isinstance(function, type) else attempt)
 
 
-def _judge_training(ranks: list[list[bool]]) -> str | None:
-    first, *later = map(all, zip(*ranks, strict=True))
-    if not first:
+def _judge_training(ranks: list[list[float]]) -> str | None:
+    first, *later = map(max, zip(*ranks, strict=True))
+    if first > 1e-4:
         return (
-            "this is right up to rounding, but on two ranks, a step does not lead to PyTorch's "
+            "right so far, but a training step on two ranks leads to other weights than PyTorch's"
+        )
+    if first:
+        return (
+            "right up to rounding, but a training step on two ranks does not lead to PyTorch's "
             "weights, bit for bit. Does it compute in another order?"
         )
-    if not all(later):
+    if any(later):
         return (
             "the first training step equals PyTorch's, but a later one does not. What has to live "
             "on from step to step, and what must begin from scratch?"

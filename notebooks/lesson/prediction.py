@@ -44,14 +44,8 @@ def measure_step(samples: int, bucket_mib: float) -> dict[str, float]:
     """Time a step of an MLP with 1.6 million parameters, without DDP and with it (collective).
 
     While a rank computes, the other one computes as well, in both cases. The fastest of 200 steps
-    counts, because other programs can only make a step slower.
-
-    Args:
-        samples: The batch size of a rank.
-        bucket_mib: The size of DDP's buckets, in MiB.
-
-    Returns:
-        The arguments of `predict_step` by name, and "measured": the seconds of DDP's step.
+    counts, because other programs can only make a step slower. It returns the arguments of
+    `predict_step` by name, and "measured": the seconds of DDP's step.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -91,21 +91,22 @@ def with_ddp(make_optimizer: Any = AdamW, seed: int = 0, **options: Any) -> Way:
 
 def training(
     name: str, way: Callable[[Any], Way], torchs_way: Callable[[], Way]
-) -> Callable[[Callable[..., Any]], list[bool]]:
+) -> Callable[[Callable[..., Any]], list[float]]:
     """Return what takes the same steps with the reader's `name` and in PyTorch's way (collective).
 
-    It returns for each step whether the weights were equal.
+    It returns how far the weights were apart after each step, relative to their norm.
     """
 
-    def compare(function: Callable[..., Any]) -> list[bool]:
+    def compare(function: Callable[..., Any]) -> list[float]:
         open_impatient_group()
-        own, other, equal = way(myddp.load(**{name: function})), torchs_way(), []
+        own, other, gaps = way(myddp.load(**{name: function})), torchs_way(), []
         for number in range(3):
             for each in (own, other):
                 each.step(batch(number))
-            equal.append(torch.equal(own.weights(), other.weights()))
+            wanted = other.weights()
+            gaps.append(((own.weights() - wanted).norm() / wanted.norm()).item())
         dist.barrier()  # nobody leaves while a message is on its way
-        return equal
+        return gaps
 
     return compare
 

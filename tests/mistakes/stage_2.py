@@ -85,7 +85,7 @@ def own_order(length, rank, world_size, epoch):
 MISTAKES = {
     "start_alike": [
         (new_parameters, "the parameters are not rank 0's"),
-        (parameters_alone, "model.parameters() does not contain them"),
+        (parameters_alone, "contains no buffers"),
         (rank_0_alone, "made that call"),
     ],
     "average_gradients": [

@@ -125,6 +125,12 @@ class DividesByTwo(Right):
         super().write(bucket, flat * dist.get_world_size() / 2)
 
 
+class WaitsForAll(Right):
+    def finish(self):
+        super().finish()
+        dist.barrier()
+
+
 class WritesNothing(Right):
     def write(self, bucket, flat):
         pass
@@ -148,6 +154,7 @@ MISTAKES = {
         (StartsOneAtMost, "how many others may have been waiting"),
         (NeverResets, "a later one does not"),
         (Adds, "is the sum over the ranks"),
+        (WaitsForAll, "192, 0) bytes"),
         (WritesNothing, "rank 0's gradient is this rank's own"),
         (DividesByTwo, "half of the sum, but here are 3 ranks"),
         (Mixes, "is not the mean over the ranks, or not everywhere"),

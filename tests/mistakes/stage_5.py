@@ -126,7 +126,7 @@ MISTAKES = {
         (KeepsGradients, "Have you dropped the gradients?"),
         (ReducesEverything, "sends 3.0 units, and 2.0 would do"),
         (GathersWhereRank0Is, "a rank waited in a collective"),
-        (IgnoresItsRate, "does not lead to PyTorch's"),
+        (IgnoresItsRate, "leads to other weights than PyTorch's"),
         (OnlyEvenModels, "AdamW steps 38485 of"),
     ]
 }
