@@ -69,9 +69,8 @@ def on_cpu(content):
 
 
 def save(path, content, epoch):
-    """Replace the file at `path` in one step: a crash leaves the old file or the new one."""
-    own = f"{os.uname().nodename}.{os.getpid()}"  # even a process that was frozen has its own file
-    with Path(f"{path}.{own}.tmp").open("wb") as file:
+    """Replace the file at `path` in one step: first, each process writes a file of its own."""
+    with Path(f"{path}.{os.uname().nodename}.{os.getpid()}.tmp").open("wb") as file:
         torch.save(on_cpu(content), file)
         file.flush()
         os.fsync(file.fileno())

@@ -456,7 +456,7 @@ def test_a_worker_that_hangs_does_not_keep_the_launcher(tmp_path):
     path = script(tmp_path, "elastic.TIMEOUT = elastic.timedelta(seconds=3)", worker=hang)
     with start(path) as running:
         assert running.wait().code == 0
-        assert not running.processes()
+        wait_until(lambda: not running.processes())
 
 
 def test_the_state_of_a_longer_run_is_refused(tmp_path):

@@ -1,52 +1,36 @@
 """Stage 2 of myddp.py: an equal start, the mean of the gradients, and a shard for each rank."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lesson import Exercise, myddp
+from lesson import Exercise, trial
 from lesson.cost_model import Link, bucketed_all_reduce_seconds, bytes_sent, gradient_bytes
-from lesson.partners import PATIENCE, open_impatient_group
-from lesson.trial import (
-    WEIGHTS,
-    Batch,
-    Prediction,
-    Seen,
-    Way,
-    batch,
-    compare,
-    loss_of,
-    new_gpt,
-    vector,
-    with_ddp,
-)
+from lesson.partners import open_impatient_group
+from lesson.record import recorded
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-State = dict[str, torch.Tensor]
-NOT_SAVED = "1.table"  # a buffer that state_dict() leaves out
+State = dict[str, Tensor]
 TENSORS = 15  # of the small GPT's weights
 SIZES = [(12, 3), (10, 4), (1, 4)]  # items and ranks
 
 
-def way(own: Any) -> Way:
+def way(own: Any) -> trial.Way:
     """Train in the reader's way: ranks that start apart, and a mean after each backward."""
-    model = new_gpt(seed=dist.get_rank())
-    own.start_alike(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(mine: Batch) -> None:
-        loss_of(model, mine).backward()
-        own.average_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Way(step, lambda: vector(model))
+    own.start_alike(model := trial.new_gpt(seed=dist.get_rank()))
+    return trial.with_steps(model, lambda: own.average_gradients(model))
 
 
-def torchs_way() -> Way:
-    return with_ddp(seed=dist.get_rank())
+def torchs_way() -> trial.Way:
+    return trial.with_ddp(seed=dist.get_rank())
+
+
+def predict(forward: float, backward: float, link: Link) -> trial.Prediction:
+    payload = gradient_bytes(trial.WEIGHTS)
+    seconds = bucketed_all_reduce_seconds(payload, TENSORS, 2, link.bandwidth, link.latency)
+    return trial.Prediction(forward + backward, seconds, bytes_sent(payload, 2))
 
 
 def _start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
@@ -57,108 +41,50 @@ def _start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
     for _ in range(dist.get_rank() + 1):
         model(torch.rand(8, 3))  # moves the running mean and counts the batch
     model[1].register_buffer("table", torch.rand(2), persistent=False)
-    before = _state(model)
-    # In a group of its own, the barrier cannot be mistaken for a collective of the reader's. A rank
-    # that calls too few collectives waits here, so the others run into the group's timeout.
-    after_all = dist.new_group(timeout=PATIENCE)
+    # The same tensors are read again, so those that took their places do not count.
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     start_alike(model)
-    dist.barrier(after_all)
-    after = _state(model)
-    dist.destroy_process_group()
-    return before, after
-
-
-def _state(model: nn.Module) -> State:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in named}
+    dist.barrier()  # a rank waits here if another one calls more collectives
+    return before, {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _judge_start(seen: list[tuple[State, State]]) -> str | None:
-    (wanted, first), *others = seen
-    weights = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    buffers = [name for name in wanted if name not in [*weights, NOT_SAVED]]
-
-    def differ(one: State, names: list[str]) -> bool:
-        return not all(torch.equal(one[n], other[n]) for _, other in others for n in names)
-
-    if differ(first, weights):
-        return (
-            "the parameters still differ between the ranks after your function. A broadcast works "
-            "in place, so give it the parameters themselves, not copies of them."
-        )
-    if differ(wanted, weights):
-        return (
-            "all ranks now hold the same parameters, but not the ones that rank 0 had. Choose the "
-            "collective that copies one rank's values, not one that combines all ranks' values."
-        )
-    if differ(first, buffers):
-        return (
-            "the parameters are right, but buffers such as BatchNorm's running mean still differ "
-            "between the ranks. model.parameters() does not contain them."
-        )
-    if differ(wanted, buffers):
-        return (
-            "the parameters are right and all ranks hold the same buffers, but not the buffers of "
-            "rank 0."
-        )
-    if differ(first, [NOT_SAVED]) or differ(wanted, [NOT_SAVED]):
-        return (
-            "a buffer that was registered with persistent=False did not become rank 0's. "
-            "state_dict() leaves such buffers out, and model.buffers() does not."
-        )
-    return None
-
-
-def predict(forward: float, backward: float, link: Link) -> Prediction:
-    payload = gradient_bytes(WEIGHTS)
-    seconds = bucketed_all_reduce_seconds(payload, TENSORS, 2, link.bandwidth, link.latency)
-    return Prediction(forward + backward, seconds, bytes_sent(payload, 2))
-
-
-class Averaged(NamedTuple):
-    """A rank's gradient before and after the function, and the training in both ways."""
-
-    before: Tensor
-    after: Tensor
-    seen: Seen
-
-
-def _average(average_gradients: Callable[..., Any]) -> Averaged:
-    open_impatient_group()
-    model = new_gpt()
-    loss_of(model, batch(0)).backward()
-    before = _gradient(model)
-    average_gradients(model)
-    own = myddp.load(average_gradients=average_gradients)
-    seen = compare(lambda: way(own), torchs_way)
-    after = _gradient(model)
-    dist.destroy_process_group()
-    return Averaged(before, after, seen)
-
-
-def _gradient(model: nn.Module) -> Tensor:
-    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return torch.cat([gradient.flatten() for gradient in gradients])
-
-
-def _judge_average(ranks: list[Averaged]) -> str | None:
-    own, afters = torch.stack([rank.before for rank in ranks]), [rank.after for rank in ranks]
-    hints = [
-        (own[0], "rank 0's gradient is as before. all_reduce works in place: give it the gradient"),
-        (own.sum(0), "the gradients are the sum over the ranks. DDP takes the mean"),
-        (own.sum(0) / 4, "the gradients are half of the mean. Divide once, by the world size"),
+    wanted = seen[0][0]
+    differ = [
+        name
+        for name in wanted
+        if not all(torch.equal(after[name], wanted[name]) for _, after in seen)
     ]
-    for gradient, hint in hints:
-        if torch.allclose(afters[0], gradient, atol=1e-7):
-            return hint
-    if not torch.equal(*afters):
-        return "the ranks end with different gradients. Every rank needs the mean"
-    if not torch.allclose(afters[0], own.mean(0), atol=1e-7):
-        return "the gradients are not the mean over the ranks: treat every parameter alike"
-    own_weights, torchs = ranks[0].seen.own, ranks[0].seen.torchs
-    if not all(map(torch.equal, own_weights, torchs)):
-        return "the gradients are the mean, but the training differs from DDP's in the last bits"
+    if {"0.weight", "0.bias", "1.weight", "1.bias"} & {*differ}:
+        return (
+            "the parameters are not rank 0's on every rank. A broadcast works in place, so give it "
+            "the parameters themselves, not copies of them"
+        )
+    if differ:
+        return (
+            f"the parameters are right, but not the buffers {', '.join(differ)}. model.parameters()"
+            " contains no buffers, and state_dict() only those that were registered as persistent"
+        )
     return None
+
+
+def _average(average_gradients: Callable[..., Any]) -> tuple[Tensor, Tensor, float]:
+    """Return a rank's gradient before and after the reader's function, and the units sent."""
+    open_impatient_group()
+    trial.loss_of(model := trial.new_gpt(), trial.batch(0)).backward()
+    own = trial.gradient_of(model)
+    with recorded() as log:
+        average_gradients(model)
+    dist.barrier()
+    return own, trial.gradient_of(model), trial.units_sent(log, trial.WEIGHTS)
+
+
+def _judge_average(ranks: list[tuple[Tensor, Tensor, float]]) -> str | None:
+    own, found, units = zip(*ranks, strict=True)
+    if hint := trial.judge_mean(found, [torch.stack(own)] * len(found)):
+        return hint
+    return trial.judge_units([max(2, *units)], [2])  # fewer: by a call that is not recorded
 
 
 def _shards(shard_indices: Callable[..., Any]) -> list[list[list[int]]]:
@@ -185,22 +111,15 @@ def _judge_shards(seen: list[list[list[list[int]]]]) -> str | None:
 
 
 def _mistake(found: Any, wanted: Any, all_found: Any, length: int) -> str:
-    counts = [len(mine) for mine in found]
-    flat = sorted({item for mine in found for item in mine})
-    if len(set(counts)) > 1:
+    if [*map(len, found)] != [*map(len, wanted)]:
         return (
-            "Every rank needs as many items, or a rank waits for the others: repeat the first ones"
+            f"Every rank needs {len(wanted[0])} items, or a rank waits for the others: repeat the "
+            "first ones until the ranks can share them evenly"
         )
-    if flat != list(range(length)):
+    if {item for mine in found for item in mine} != {*range(length)}:
         return "An item is missing, or none of yours. All ranks must draw the same permutation"
-    if counts != [len(mine) for mine in wanted]:
-        return (
-            "Each rank has too many items: repeat only as many as are needed to divide them evenly"
-        )
-    if found[0] == sorted(found[0]):
-        return "The order is that of the data set. Shuffle it"
     if all_found[0] == all_found[1]:
-        return "It is the same in every epoch. Seed the generator with the epoch"
+        return "It is the same in every epoch. Seed the generator with the epoch, and shuffle"
     if sorted(map(sorted, found)) != sorted(map(sorted, wanted)):
         return "Rank r takes the items r, r + world_size, r + 2 * world_size ... of the permutation"
     return "DistributedSampler gives other items: seed torch.Generator() with the epoch alone"
@@ -208,6 +127,11 @@ def _mistake(found: Any, wanted: Any, all_found: Any, length: int) -> str:
 
 EXERCISES = {
     "start_alike": Exercise(_start, _judge_start, nproc=3),
-    "average_gradients": Exercise(_average, _judge_average),
+    "average_gradients": Exercise(
+        _average,
+        _judge_average,
+        nproc=3,
+        train=trial.training("average_gradients", way, torchs_way),
+    ),
     "shard_indices": Exercise(_shards, _judge_shards, nproc=0),
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lesson import Exercise, myddp, trial
+from lesson import Exercise, trial
 from lesson.cost_model import Link, bytes_sent, gradient_bytes, predict_step
 from lesson.partners import has_no_partner, open_impatient_group
 from lesson.record import recorded
@@ -26,7 +26,6 @@ SLIPS = {  # by the bytes of the buckets that a mistake makes of these layers
     (896, 1056, 736): "A bucket is full as soon as it has reached the cap, not only above it",
     (800, 864, 832): "Your last bucket is not full, but it has to be sent, too",
 }
-RESET = "The first step was right, but the second was not. What must finish() reset?"
 
 
 class Step(NamedTuple):
@@ -35,39 +34,30 @@ class Step(NamedTuple):
     sizes: tuple[int, ...]  # bytes of each collective
     starts: list[int]  # how many gradients were ready when it began
     waited: bool  # during backward
-    own: Tensor  # all gradients as a vector
+    own: Tensor
     after: Tensor
 
 
 class Trained(NamedTuple):
-    """The steps of two models, the bytes of DDP's buckets of the first, and the small GPT."""
+    """The steps of two models, and the bytes of DDP's buckets of the first."""
 
-    layers: list[Step]
+    layers: Step
     torchs: tuple[int, ...]
-    branches: list[Step] | None  # None: a rank waited for an all-reduce that never came
-    gpt: trial.Seen
+    branches: Step | None  # None: a rank waited for an all-reduce that never came
 
 
 class Branches(nn.ModuleList):
-    """Branches that rank 1 computes in the opposite order, so their gradients are ready in it."""
+    """Branches that rank 0 computes in the opposite order, so their gradients are ready in it."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        order = self if dist.get_rank() == 0 else reversed(self)
+        order = reversed(self) if dist.get_rank() == 0 else self
         return torch.stack([branch(inputs) for branch in order]).square()
 
 
 def way(own: Any) -> trial.Way:
     """Train with the reader's buckets."""
     model = trial.new_gpt()
-    optimizer, buckets = torch.optim.AdamW(model.parameters()), own.Buckets(model, CAP)
-
-    def step(mine: trial.Batch) -> None:
-        trial.loss_of(model, mine).backward()
-        buckets.finish()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return trial.Way(step, lambda: trial.vector(model))
+    return trial.with_steps(model, own.Buckets(model, CAP).finish)
 
 
 def torchs_way() -> trial.Way:
@@ -95,95 +85,84 @@ def _sizes_of_ddp() -> tuple[int, ...]:
     return tuple(call.size for call in log.calls)
 
 
-def _take_two_steps(make: Callable[..., Any], model: nn.Module, cap: int) -> list[Step]:
-    parameters, ready, steps = [*model.parameters()], list[float](), []
-    for parameter in parameters:  # before the reader's hooks
+def _take_a_step(make: Callable[..., Any], model: nn.Module, cap: int) -> Step:
+    ready: list[float] = []
+    for parameter in model.parameters():  # before the reader's hooks
         parameter.register_post_accumulate_grad_hook(lambda _: ready.append(time.perf_counter()))
+    inputs = torch.full((4, WIDTHS[0]), 1.0 + dist.get_rank())
+    model(inputs).square().sum().backward()
+    own = trial.gradient_of(model)
+    model.zero_grad()
     buckets = make(model, cap)
-    for number in range(2):
-        inputs = torch.full((4, WIDTHS[0]), 1.0 + number + dist.get_rank())
-        own = torch.autograd.grad(model(inputs).square().sum(), parameters)  # calls no hooks
-        ready.clear()
-        with recorded() as log:
-            try:
-                model(inputs).square().sum().backward()
-                buckets.finish()
-            except (AttributeError, LookupError, TypeError) as error:
-                raise (RuntimeError(f"{error}. {RESET}") if number else error) from None
-        starts = [bisect(ready, call.start) for call in log.calls]
-        waited = any(start < ready[-1] for start, _ in log.waits)
-        after = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        vectors = [torch.cat([each.flatten() for each in tensors]) for tensors in (own, after)]
-        steps.append(Step(tuple(call.size for call in log.calls), starts, waited, *vectors))
-        model.zero_grad()
-    return steps
+    ready.clear()
+    with recorded() as log:
+        model(inputs).square().sum().backward()
+        buckets.finish()
+    starts = [bisect(ready, call.start) for call in log.calls]
+    waited = any(start < ready[-1] for start, _ in log.waits)
+    sizes = tuple(call.size for call in log.calls)
+    return Step(sizes, starts, waited, own, trial.gradient_of(model))
 
 
 def _train(make: Callable[..., Any]) -> Trained:
     open_impatient_group()
-    layers, torchs = _take_two_steps(make, _layers(), SMALL_CAP), _sizes_of_ddp()
-    gpt, branches = trial.compare(lambda: way(myddp.load(Buckets=make)), torchs_way), None
+    layers, torchs = _take_a_step(make, _layers(), SMALL_CAP), _sizes_of_ddp()
     torch.manual_seed(0)
     model = Branches([nn.Linear(WIDTHS[0], 8, bias=False) for _ in range(3)])
     try:
-        branches = _take_two_steps(make, model, cap=1)
-        dist.barrier()  # a rank waits here if the other one has sent more
+        branches = _take_a_step(make, model, cap=1)
+        dist.barrier()  # a rank waits here if another one has sent more
     except RuntimeError as error:
         if not has_no_partner(error):
             raise
-    return Trained(layers, torchs, branches, gpt)
+        branches = None
+    return Trained(layers, torchs, branches)
 
 
 def _judge(ranks: list[Trained]) -> str | None:
-    first, second = zip(*[rank.layers for rank in ranks], strict=True)
-    torchs, seen, branches = ranks[0].torchs, ranks[0].gpt, [rank.branches for rank in ranks]
-    if hint := _judge_layers(first, torchs):
-        return hint
-    if _judge_layers(second, torchs):
-        return RESET
-    if None in branches or {len(step.sizes) for own in branches for step in own or ()} != {3}:
+    (sizes, starts, *_), torchs, _ = ranks[0]
+    layers, branches = [rank.layers for rank in ranks], [rank.branches for rank in ranks]
+    if not sizes:
+        return (
+            "no all-reduce was called, as if no bucket were ever complete. Does each hook know the "
+            "number of its own bucket?"
+        )
+    if sizes != torchs:
+        slip = SLIPS.get(sizes, "A bucket is full as soon as it holds `cap` bytes or more")
+        return (
+            f"with a cap of {SMALL_CAP} bytes, your all-reduces have {sizes} bytes, and DDP's "
+            f"{torchs}. {slip}"
+        )
+    if any(step.waited for step in layers):
+        return (
+            "a hook waits for an all-reduce, and backward stands still meanwhile, so nothing "
+            "overlaps. Where do you need the sums for the first time?"
+        )
+    if starts != STARTS:
+        return (
+            f"your all-reduces start when {starts} of {STARTS[-1]} gradients are ready, and DDP's "
+            f"at {STARTS}. A bucket that waits for later gradients does not overlap with backward"
+        )
+    if hint := _judge_means(layers):
+        return f"after finish(), {hint}. Does each parameter get its own piece of the bucket?"
+    if None in branches or {len(step.sizes) for step in branches if step} != {3}:
         return (
             "the ranks wait for each other if their gradients are ready in different orders. When "
             "the first bucket is complete, how many others may have been waiting for their turn?"
         )
-    if not all(_has_mean(steps) for steps in zip(*branches, strict=True)):
+    if _judge_means(branches):
         return (
-            "with branches that rank 1 computes in the opposite order, the ranks add gradients of "
+            "with branches that rank 0 computes in the opposite order, the ranks add gradients of "
             "different parameters. Which bucket may be sent next?"
         )
-    if sum(call.size for call in seen.log.calls) != gradient_bytes(trial.WEIGHTS):
-        return "the small GPT has to send each of its gradients once"
-    if not all(map(torch.equal, seen.own, seen.torchs)):
-        return "after three steps, the small GPT's weights are not those of DDP"
     return None
 
 
-def _has_mean(ranks: Any) -> bool:
-    mean = (ranks[0].own + ranks[1].own) / 2
-    return all(torch.equal(rank.after, mean) for rank in ranks)
+def _judge_means(ranks: Any) -> str | None:
+    own = torch.stack([step.own for step in ranks])
+    return trial.judge_mean([step.after for step in ranks], [own] * len(own))
 
 
-def _judge_layers(ranks: Any, torchs: tuple[int, ...]) -> str | None:
-    sizes, starts, _, own, after = ranks[0]
-    total = ranks[0].own + ranks[1].own
-    slip = SLIPS.get(sizes, "A bucket is full as soon as it holds `cap` bytes or more")
-    packed = f"with a cap of {SMALL_CAP} bytes, your all-reduces have {sizes} bytes, and DDP's "
-    begun = f"your all-reduces start when {starts} of {STARTS[-1]} gradients are ready, and DDP's "
-    hints = {
-        "no all-reduce was called, as if no bucket were ever complete. Does each hook know the "
-        "number of its own bucket?": not sizes,
-        f"{packed}{torchs}. {slip}": sizes != torchs,
-        "a hook waits for an all-reduce, and backward stands still meanwhile, so nothing overlaps. "
-        "Where do you need the sums for the first time?": any(rank.waited for rank in ranks),
-        f"{begun}at {STARTS}. A bucket that waits for later gradients does not overlap with "
-        "backward": starts != STARTS,
-        "finish() leaves this rank's own gradients in .grad": torch.allclose(after, own),
-        "the gradients are the sum over the ranks, not the mean": torch.allclose(after, total),
-        "the gradients are half of the mean. Divide once": torch.allclose(after, total / 4),
-        "some gradients are not the mean over the ranks. Does each parameter get its own piece of "
-        "the bucket?": not _has_mean(ranks),
-    }
-    return next((hint for hint, wrong in hints.items() if wrong), None)
-
-
-EXERCISES = {"Buckets": Exercise(_train, _judge, timeout=40)}
+EXERCISES = {
+    "Buckets": Exercise(_train, _judge, nproc=3, train=trial.training("Buckets", way, torchs_way))
+}

@@ -4,6 +4,16 @@
 
 Units everywhere: bytes, seconds and bytes a second.
 A network's speed in gigabits goes through `bytes_per_second` first: 8 bits are a byte.
+The same names everywhere:
+
+payload: bytes on each rank, of all buckets together.
+world_size: ranks, n.
+bandwidth: bytes a second out of each rank, in one direction (the "bus bandwidth" of [nccl]).
+latency: what an all-reduce of nothing takes. For a ring it grows with the ranks:
+    `ring_steps(world_size)` times the delay of one step.
+all_reduce: the time of all buckets' all-reduces together.
+backward: the time of backward alone.
+strategy: one of STRATEGIES.
 
 Sources of the formulas:
 
@@ -99,18 +109,7 @@ def bytes_sent(payload: float, world_size: int) -> float:
 def all_reduce_seconds(
     payload: float, world_size: int, bandwidth: float, latency: float = 0.0
 ) -> float:
-    """Return the time of an all-reduce: latency + 2 (n - 1) / n x payload / bandwidth [nccl].
-
-    Args:
-        payload: Bytes on each rank.
-        world_size: Ranks, n.
-        bandwidth: Bytes a second out of each rank, in one direction (the "bus bandwidth").
-        latency: Seconds that an all-reduce of nothing takes. For a ring it grows with the ranks:
-            `ring_steps(world_size)` times the delay of one step.
-
-    Returns:
-        Seconds.
-    """
+    """Return the time of an all-reduce: latency + 2 (n - 1) / n x payload / bandwidth [nccl]."""
     return latency + bytes_sent(payload, world_size) / bandwidth
 
 
@@ -121,14 +120,6 @@ def exposed_seconds(all_reduce: float, backward: float, buckets: int) -> float:
     end [ddp]; they are sent one after another, and sending does not slow down computing. Either
     the network is faster, and only the last bucket is left over; or it is busy from the first
     bucket on.
-
-    Args:
-        all_reduce: Seconds of all buckets together.
-        backward: Seconds of backward alone.
-        buckets: How many.
-
-    Returns:
-        Seconds.
     """
     last_bucket = all_reduce / buckets
     busy_from_the_first = backward / buckets + all_reduce - backward
@@ -148,16 +139,8 @@ def ring_bandwidth(gpus_per_node: int, nodes: int, within: float, between: float
 
     All ranks send at the same pace, so a ring over several nodes runs at the speed of the network,
     however fast the GPUs of a node are connected. NCCL's trees and rings over several network
-    cards do better or worse; this is the simplest model.
-
-    Args:
-        gpus_per_node: Ranks on each node.
-        nodes: How many.
-        within: Bytes a second out of a GPU, to another GPU of its node.
-        between: Bytes a second out of a node, in one direction, all its network cards together.
-
-    Returns:
-        Bytes a second.
+    cards do better or worse; this is the simplest model. `within` is out of a GPU, to another GPU
+    of its node, and `between` out of a node, all its network cards together.
     """
     if nodes == 1:
         return within
@@ -175,37 +158,17 @@ def bucket_count(payload: float, bucket_bytes: float) -> int:
 def bucketed_all_reduce_seconds(
     payload: float, buckets: int, world_size: int, bandwidth: float, latency: float = 0.0
 ) -> float:
-    """Return the time of the all-reduces of all buckets: each pays the latency.
-
-    Args:
-        payload: Bytes of all buckets, on each rank.
-        buckets: How many equal buckets share the payload.
-        world_size: Ranks.
-        bandwidth: Bytes a second out of each rank, in one direction.
-        latency: Seconds that an all-reduce of nothing takes.
-
-    Returns:
-        Seconds.
-    """
+    """Return the time of the all-reduces of all buckets, which are equal: each pays the latency."""
     return buckets * all_reduce_seconds(payload / buckets, world_size, bandwidth, latency)
 
 
 def bucket_span(
     number: int, all_reduce: float, backward: float, buckets: int
 ) -> tuple[float, float, float]:
-    """Return when a bucket is ready, and when its all-reduce starts and ends.
+    """Return when a bucket is ready, and when its all-reduce starts and ends, since backward began.
 
     The model is that of `exposed_seconds`; its buckets follow each other without a gap, unless
-    the network has to wait for backward.
-
-    Args:
-        number: Of the bucket, from 1 to `buckets`, in the order in which backward fills them.
-        all_reduce: Seconds of all buckets together.
-        backward: Seconds of backward alone.
-        buckets: How many.
-
-    Returns:
-        Seconds since the start of backward: ready, start, end.
+    the network has to wait for backward. Backward fills them in the order of `number`, from 1 on.
     """
     one, first = all_reduce / buckets, backward / buckets
     ready = number * first
@@ -231,19 +194,9 @@ def predict_step(
     bandwidth: float,
     latency: float = 0.0,
 ) -> Step:
-    """Return the prediction for a step of DDP.
+    """Return the prediction for a step of DDP with buckets of `bucket_bytes`.
 
-    Args:
-        forward: Seconds of all that no communication overlaps: forward and the optimizer's step.
-        backward: Seconds of backward alone.
-        payload: Bytes of gradients on each rank.
-        bucket_bytes: The size of DDP's buckets.
-        world_size: Ranks.
-        bandwidth: Bytes a second out of each rank, in one direction.
-        latency: Seconds that an all-reduce of nothing takes.
-
-    Returns:
-        The step.
+    `forward` is the time of all that no communication overlaps, with the optimizer's step.
     """
     buckets = bucket_count(payload, bucket_bytes)
     all_reduce = bucketed_all_reduce_seconds(payload, buckets, world_size, bandwidth, latency)
@@ -258,17 +211,11 @@ def bytes_per_parameter(
     """Return what a rank holds between two steps, in bytes per parameter [zero], by kind.
 
     Chapter 10 measures it. Not in it: activations, and what lives only during a step, such as
-    the block that FSDP2 has gathered.
+    the block that FSDP2 has gathered. The DDP below ZeRO-1 has the bucket view; without it, DDP's
+    buckets are a second copy of the gradients.
 
-    Args:
-        strategy: One of STRATEGIES. The DDP below ZeRO-1 has the bucket view; without it, DDP's
-            buckets are a second copy of the gradients.
-        world_size: Ranks.
-        number: Bytes of a weight; gradients and optimizer state have the same type.
-        state: Numbers that the optimizer keeps for each parameter, such as 2 for Adam.
-
-    Returns:
-        Bytes per parameter of "weights", "gradients", "buckets" and "optimizer".
+    number: bytes of a weight; gradients and optimizer state have the same type.
+    state: numbers that the optimizer keeps for each parameter, such as 2 for Adam.
     """
     sharded = STRATEGIES.index(strategy) - 1  # how many of the kinds below, from the right
     whole = {"weights": number, "gradients": number, "buckets": 0, "optimizer": number * state}
@@ -288,15 +235,6 @@ def strategy_bytes_sent(
     (ZeRO-1) broadcasts the weights as well, which is the same on average as gathering them.
     ZeRO-2 reduce-scatters the gradients and gathers the weights [zero]. FSDP2 gathers the weights
     twice, for forward and for backward, and reduce-scatters the gradients [fsdp].
-
-    Args:
-        strategy: One of STRATEGIES.
-        parameters: How many.
-        world_size: Ranks.
-        precision: How many bytes the gathered weights and the reduced gradients have.
-
-    Returns:
-        Bytes.
     """
     weights, gathered, reduced = precision
     per_parameter = {
@@ -308,17 +246,10 @@ def strategy_bytes_sent(
 
 
 def fit_link(seconds: Mapping[float, float], world_size: int) -> Link:
-    """Fit latency and bandwidth to measured all-reduces.
+    """Fit latency, which is never negative, and bandwidth to the times of all-reduces, by payload.
 
     Least squares on the relative errors, so that an error of 10 % weighs the same for a kilobyte
-    as for a gigabyte.
-
-    Args:
-        seconds: The time of an all-reduce by its payload in bytes, two sizes at least.
-        world_size: Ranks that took part.
-
-    Returns:
-        The link. Its latency is never negative.
+    as for a gigabyte. It takes two sizes at least.
     """
     points = [(bytes_sent(payload, world_size), time) for payload, time in seconds.items()]
     # Divide each equation by its time, so that errors are relative: a / time + b x sent / time = 1.

@@ -41,12 +41,15 @@ class Exercise:
             if all is right, and otherwise a hint: what the function did, and what to think about.
         nproc: How many ranks to start. 0: `observe` runs in the notebook.
         timeout: Seconds after which the ranks are ended, and the answer is a hint as well.
+        train: Runs on two ranks if `judge` returns None: trains with the reader's function and in
+            PyTorch's way, and returns how far the weights were apart after each step.
     """
 
     observe: Callable[[Callable[..., Any]], Any]
     judge: Callable[[list[Any]], str | None]
     nproc: int = 2
     timeout: float = 60
+    train: Callable[[Callable[..., Any]], list[float]] | None = None
 
     def check(self, function: Callable[..., Any]) -> str:
         """Run `function` on the ranks, print the answer in one line, and return it."""
@@ -55,14 +58,13 @@ class Exercise:
         return answer
 
     def _answer(self, function: Callable[..., Any]) -> str:
-        limit, printed = timedelta(seconds=self.timeout), io.StringIO()
+        printed = io.StringIO()
         try:
             # What the ranks print is not shown, so that the answer is one line.
             with redirect_stdout(printed):
-                if self.nproc == 0:
-                    seen = [_observed(self, function)]
-                else:
-                    seen = run_ranks(_observed, self, function, nproc=self.nproc, timeout=limit)
+                hint = self._judged(self._run(self.observe, function, self.nproc))
+                if hint is None and self.train:
+                    hint = _judge_training(self._run(self.train, function, 2))
         except (NotYetWritten, NotImplementedError):
             return NOT_YET
         except TimeoutError:
@@ -72,14 +74,22 @@ class Exercise:
             )
         except Exception as error:  # noqa: BLE001 - whatever the reader's code raises is the answer
             return f"hint: {_explain(error, printed.getvalue())}"
-        try:
-            hint = self.judge(seen)
-        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-            hint = f"your function returned the wrong kind of result: {_first_line(error)}"
         return RIGHT if hint is None else f"hint: {hint}"
 
+    def _run(self, observe: Callable[..., Any], function: Any, nproc: int) -> list[Any]:
+        if nproc == 0:
+            return [_observed(observe, function)]
+        limit = timedelta(seconds=self.timeout)
+        return run_ranks(_observed, observe, function, nproc=nproc, timeout=limit)
 
-def _observed(exercise: Exercise, function: Callable[..., Any]) -> Any:
+    def _judged(self, seen: list[Any]) -> str | None:
+        try:
+            return self.judge(seen)
+        except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            return f"your function returned the wrong kind of result: {_first_line(error)}"
+
+
+def _observed(observe: Callable[..., Any], function: Callable[..., Any]) -> Any:
     """Observe the reader's function or class. The NotImplemented of a stub is no result."""
 
     def attempt(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +98,26 @@ def _observed(exercise: Exercise, function: Callable[..., Any]) -> Any:
             raise NotYetWritten
         return result
 
-    return exercise.observe(function if isinstance(function, type) else attempt)
+    return observe(function if isinstance(function, type) else attempt)
+
+
+def _judge_training(ranks: list[list[float]]) -> str | None:
+    first, *later = map(max, zip(*ranks, strict=True))
+    if first > 1e-4:
+        return (
+            "right so far, but a training step on two ranks leads to other weights than PyTorch's"
+        )
+    if first:
+        return (
+            "right up to rounding, but a training step on two ranks does not lead to PyTorch's "
+            "weights, bit for bit. Does it compute in another order?"
+        )
+    if any(later):
+        return (
+            "the first training step equals PyTorch's, but a later one does not. What has to live "
+            "on from step to step, and what must begin from scratch?"
+        )
+    return None
 
 
 def _explain(error: Exception, printed: str) -> str:

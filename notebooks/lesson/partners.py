@@ -9,6 +9,7 @@ PATIENCE = timedelta(seconds=5)  # far longer than a healthy collective takes he
 # What gloo says when a collective has no partner: nobody came, or the peer has left the group.
 NO_PARTNER = (
     "Timed out waiting",
+    "Application timeout",
     "Connection closed",
     "Connection reset",
     "Connection refused",

@@ -1,13 +1,13 @@
 """What the cost model needs to predict a step of DDP, measured, and the step itself."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .cost_model import fit_link
@@ -26,11 +26,11 @@ def time_all_reduces(sizes: Sequence[int]) -> dict[float, float]:
     return {size: min(seconds[n :: len(sizes)]) for n, size in enumerate(sizes)}
 
 
-def time_step(model: nn.Module, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
+def time_step(optimizer: Any, loss_of: Callable[..., Tensor], *args: Any) -> tuple[float, float]:
     """Return the seconds of forward with the optimizer's step, and of backward (collective)."""
     dist.barrier()
     times = [time.perf_counter()]
-    loss = model(inputs).square().mean()
+    loss = loss_of(*args)
     times.append(time.perf_counter())
     loss.backward()
     times.append(time.perf_counter())
@@ -44,14 +44,8 @@ def measure_step(samples: int, bucket_mib: float) -> dict[str, float]:
     """Time a step of an MLP with 1.6 million parameters, without DDP and with it (collective).
 
     While a rank computes, the other one computes as well, in both cases. The fastest of 200 steps
-    counts, because other programs can only make a step slower.
-
-    Args:
-        samples: The batch size of a rank.
-        bucket_mib: The size of DDP's buckets, in MiB.
-
-    Returns:
-        The arguments of `predict_step` by name, and "measured": the seconds of DDP's step.
+    counts, because other programs can only make a step slower. It returns the arguments of
+    `predict_step` by name, and "measured": the seconds of DDP's step.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -60,11 +54,15 @@ def measure_step(samples: int, bucket_mib: float) -> dict[str, float]:
     plain, inputs = nn.Sequential(*layers), torch.randn(samples, 512)
     replica = DDP(deepcopy(plain), bucket_cap_mb=bucket_mib)
     models = {model: torch.optim.SGD(model.parameters(), lr=1e-3) for model in (plain, replica)}
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return model(inputs).square().mean()
+
     for _ in range(3):  # DDP arranges its buckets, and memory is allocated
         for model, optimizer in models.items():
-            time_step(model, optimizer, inputs)
+            time_step(optimizer, loss_of, model)
     rounds = torch.tensor(  # (200, model, part of the step)
-        [[time_step(*pair, inputs) for pair in models.items()] for _ in range(200)]
+        [[time_step(each, loss_of, model) for model, each in models.items()] for _ in range(200)]
     )
     dist.all_reduce(rounds, dist.ReduceOp.MAX)  # a step lasts as long as that of the slowest rank
     alone, together = (min(times, key=sum) for times in rounds.transpose(0, 1).tolist())

@@ -27,11 +27,7 @@ class SimulatedRanks:
     """
 
     def __init__(self, vectors: Tensor) -> None:
-        """Give each rank its vector.
-
-        Args:
-            vectors: (ranks, elements), where the number of elements is a multiple of the ranks.
-        """
+        """Give each rank its vector. `vectors`: (ranks, a multiple of the ranks)."""
         self.world_size = len(vectors)
         # (rank, chunk, element)
         self._chunks = vectors.reshape(self.world_size, self.world_size, -1).clone()
@@ -46,9 +42,8 @@ class SimulatedRanks:
     def exchange(self, messages: Iterable[tuple[int, int, int]], *, add: bool) -> None:
         """Send messages from rank to rank, all at the same time.
 
-        Args:
-            messages: The source rank, the target rank and the number of the chunk.
-            add: Whether a chunk is added to the target's own chunk, or replaces it.
+        A message is a source rank, a target rank and the number of the chunk. It is added to the
+        target's own chunk, or replaces it.
         """
         self.steps += 1
         # All chunks are read before any is written, because a rank cannot pass on a chunk in the

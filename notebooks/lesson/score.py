@@ -19,7 +19,7 @@ from . import myddp
 from .commands import ROOT
 from .cost_model import Link, bytes_per_second
 from .palette import COMMUNICATE, COMPUTE, WAIT
-from .prediction import time_all_reduces
+from .prediction import time_all_reduces, time_step
 from .record import Log, recorded
 from .trial import WEIGHTS, Batch, Way, batch, bytes_held, loss_of, new_gpt
 
@@ -83,7 +83,7 @@ def measure(stage: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(WARM_UP + STEPS):
         mine = batch(step, ROWS)
-        alone.append(_step_alone(model, optimizer, mine))
+        alone.append(time_step(optimizer, loss_of, model, mine))
         for name, way in ways.items():
             row, timeline = _take_step(way, mine)
             rows[name].append(row)
@@ -99,19 +99,6 @@ def measure(stage: int) -> dict[str, Any]:
 
 def _medians(rows: list[Any]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows[WARM_UP:], strict=True)]
-
-
-def _step_alone(model: Any, optimizer: Any, mine: Batch) -> tuple[float, float]:
-    """Return the seconds of forward with the optimizer's step, and of backward, without sending."""
-    dist.barrier()
-    times = [time.perf_counter()]
-    loss = loss_of(model, mine)
-    times.append(time.perf_counter())
-    loss.backward()
-    times.append(time.perf_counter())
-    optimizer.step()
-    optimizer.zero_grad()
-    return times[1] - times[0] + time.perf_counter() - times[2], times[2] - times[1]
 
 
 def _take_step(way: Way, mine: Batch) -> tuple[tuple[float, float], dict[str, Any]]:

@@ -6,6 +6,14 @@ import torch
 import torch.distributed as dist
 
 
+def new_parameters(model):
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            new = torch.nn.Parameter(parameter.detach().clone())
+            dist.broadcast(new.detach(), src=0)
+            setattr(module, name, new)
+
+
 def parameters_alone(model):
     for parameter in model.parameters():
         dist.broadcast(parameter.detach(), src=0)
@@ -27,10 +35,22 @@ def sums(model):
         dist.all_reduce(parameter.grad)
 
 
+def divides_by_two(model):
+    sums(model)
+    for parameter in model.parameters():
+        parameter.grad /= 2
+
+
 def divides_twice(model):
     sums(model)
     for parameter in model.parameters():
         parameter.grad /= dist.get_world_size() ** 2
+
+
+def averages_twice(model):
+    for parameter in 2 * [*model.parameters()]:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
 
 
 def averages_copies(model):
@@ -52,11 +72,6 @@ def without_padding(length, rank, world_size, epoch):
     return order(length, epoch)[rank::world_size]
 
 
-def unshuffled(length, rank, world_size, epoch):
-    even = math.ceil(length / world_size) * world_size
-    return (list(range(length)) * world_size)[:even][rank::world_size]
-
-
 def the_same_in_every_epoch(length, rank, world_size, epoch):
     even = math.ceil(length / world_size) * world_size
     return (order(length, 0) * world_size)[:even][rank::world_size]
@@ -74,19 +89,21 @@ def own_order(length, rank, world_size, epoch):
 
 MISTAKES = {
     "start_alike": [
-        (parameters_alone, "model.parameters() does not contain them"),
-        (saved_alone, "persistent=False"),
-        (rank_0_alone, "waited in a collective for another rank"),
+        (new_parameters, "the parameters are not rank 0's"),
+        (parameters_alone, "not the buffers 1.running_mean, 1.running_var"),
+        (saved_alone, "not the buffers 1.table"),
+        (rank_0_alone, "made that call"),
     ],
     "average_gradients": [
-        (sums, "the gradients are the sum over the ranks"),
-        (divides_twice, "the gradients are half of the mean"),
-        (averages_copies, "rank 0's gradient is as before"),
-        (averages_on_rank_0, "the ranks end with different gradients"),
+        (sums, "rank 0's gradient is the sum over the ranks"),
+        (divides_by_two, "half of the sum, but here are 3 ranks"),
+        (divides_twice, "divided twice"),
+        (averages_twice, "sends 4.0 units"),
+        (averages_copies, "rank 0's gradient is this rank's own"),
+        (averages_on_rank_0, "rank 1's gradient is not the mean"),
     ],
     "shard_indices": [
-        (without_padding, "Every rank needs as many items"),
-        (unshuffled, "The order is that of the data set"),
+        (without_padding, "items, or a rank waits for the others"),
         (the_same_in_every_epoch, "It is the same in every epoch"),
         (blocks, "Rank r takes the items r"),
         (own_order, "All ranks must draw the same permutation"),

@@ -120,6 +120,17 @@ class Adds(Right):
         super().write(bucket, flat * dist.get_world_size())
 
 
+class DividesByTwo(Right):
+    def write(self, bucket, flat):
+        super().write(bucket, flat * dist.get_world_size() / 2)
+
+
+class WaitsForAll(Right):
+    def finish(self):
+        super().finish()
+        dist.barrier()
+
+
 class WritesNothing(Right):
     def write(self, bucket, flat):
         pass
@@ -141,9 +152,11 @@ MISTAKES = {
         (WaitsInTheHook, "a hook waits for an all-reduce"),
         (SendsWhatIsComplete, "the ranks add gradients of different parameters"),
         (StartsOneAtMost, "how many others may have been waiting"),
-        (NeverResets, "The first step was right, but the second was not"),
-        (Adds, "the sum over the ranks, not the mean"),
-        (WritesNothing, "leaves this rank's own gradients"),
-        (Mixes, "its own piece"),
+        (NeverResets, "a later one does not"),
+        (Adds, "is the sum over the ranks"),
+        (WaitsForAll, "192, 0) bytes"),
+        (WritesNothing, "rank 0's gradient is this rank's own"),
+        (DividesByTwo, "half of the sum, but here are 3 ranks"),
+        (Mixes, "is not the mean over the ranks, or not everywhere"),
     ],
 }

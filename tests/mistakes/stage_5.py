@@ -99,6 +99,12 @@ class GathersWhereRank0Is(Right):
             super().gather()
 
 
+class IgnoresItsRate(Right):
+    def make(self):
+        self.lr = 1e-3
+        super().make()
+
+
 class OnlyEvenModels(Right):
     def make(self):
         size = len(self.whole) // self.ring.world_size
@@ -111,15 +117,16 @@ class OnlyEvenModels(Right):
 
 MISTAKES = {
     "ShardedAdam": [
-        (TakesTheSum, "steps with the sum"),
-        (TakesItsOwn, "rank 0's own gradient"),
-        (StepsEverything, "AdamW steps 115456 numbers"),
+        (TakesTheSum, "is the sum over the ranks"),
+        (TakesItsOwn, "is this rank's own"),
+        (StepsEverything, "AdamW steps 115456 of"),
         (ForgetsToGather, "the ranks now hold different weights"),
         (StepsACopy, "AdamW steps a copy"),
-        (ForgetsItsState, "do not live until the second"),
-        (KeepsGradients, "the weights still have a .grad"),
-        (ReducesEverything, "sends 3 units and not 2"),
+        (ForgetsItsState, "a later one does not"),
+        (KeepsGradients, "Have you dropped the gradients?"),
+        (ReducesEverything, "sends 3.0 units, and 2.0 would do"),
         (GathersWhereRank0Is, "a rank waited in a collective"),
-        (OnlyEvenModels, "but not for 9 weights on two ranks"),
+        (IgnoresItsRate, "leads to other weights than PyTorch's"),
+        (OnlyEvenModels, "AdamW steps 38485 of"),
     ]
 }

@@ -50,7 +50,17 @@ class AllReduces(RightGather):
     @staticmethod
     def backward(ctx, gradient):
         dist.all_reduce(gradient := gradient.clone())
-        return (gradient / dist.get_world_size()).tensor_split(2)[dist.get_rank()]
+        return (gradient / dist.get_world_size()).tensor_split(dist.get_world_size())[
+            dist.get_rank()
+        ]
+
+
+class ChangesItsGradient(RightGather):
+    @staticmethod
+    def backward(ctx, gradient):
+        chunks = gradient.tensor_split(dist.get_world_size())
+        own.reduce_scatter(own.Ring(), chunks)
+        return chunks[dist.get_rank()] / dist.get_world_size()
 
 
 class GathersOwnTwice(RightGather):
@@ -109,6 +119,14 @@ class TakesChunk0(RightBlock):
         return whole.tensor_split(dist.get_world_size())[0]
 
 
+class ForgetsToPad(RightBlock):
+    def __init__(self, block):
+        nn.Module.__init__(self)
+        whole = nn.utils.parameters_to_vector(block.parameters()).detach()
+        self.shard = nn.Parameter(self.chunk(whole).clone())
+        self.keep(block)
+
+
 class DividesTwice(RightBlock):
     def __init__(self, block):
         super().__init__(block)
@@ -123,16 +141,18 @@ class GathersWithoutGradient(RightBlock):
 MISTAKES = {
     "Gather": [
         (Sums, "rank 0's gradient is the sum"),
-        (TakesItsOwn, "rank 0's gradient is its own"),
-        (DoesNotScatter, "backward returns the whole gradient"),
-        (AllReduces, "forward sends 12 and backward 24"),
-        (GathersOwnTwice, "but you gather [0.0, 1.0, 2.0, 0.0, 1.0, 2.0]"),
+        (TakesItsOwn, "rank 0's gradient is this rank's own"),
+        (DoesNotScatter, "invalid gradient"),
+        (AllReduces, "sends 1.0 and 2.0 units, and 1.0 and 1.0 would do"),
+        (ChangesItsGradient, "clone it"),
+        (GathersOwnTwice, "but you gather [0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 0.0, 1.0, 2.0]"),
     ],
     "ShardedBlock": [
-        (KeepsTheBlock, "a rank holds 6.0 bytes per weight, but its chunk takes 2"),
+        (KeepsTheBlock, "Who keeps the whole weights?"),
         (TrainsTheBlock, "only this rank's chunk may be an nn.Parameter"),
-        (GathersOnce, "kept from forward to backward"),
+        (GathersOnce, "FSDP2 gathers again in backward"),
         (TakesChunk0, "the output is not that of the whole block"),
+        (ForgetsToPad, "tensors of different sizes"),
         (DividesTwice, "gradient is divided twice"),
         (GathersWithoutGradient, "gradient is missing"),
     ],
