@@ -117,7 +117,8 @@ def test_exercises_are_not_yet_done_and_their_solutions_are_folded(name):
         stubs += stubs_of(cell.source) if cell.cell_type == "code" else []
         if cell.source.startswith("check("):
             assert cell.source == f"check({', '.join(stubs)})"
-            assert [output["text"] for output in cell.outputs] == ["not yet\n"]
+            name = f"{stubs[0]}: " if len(stubs) > 1 else ""
+            assert [output["text"] for output in cell.outputs] == [f"{name}not yet\n"]
             begin = "<details>\n<summary>Solution</summary>\n\n```python\n"
             assert solution.cell_type == "markdown" and solution.source.startswith(begin)
             assert {*stubs} <= myddp.definitions(myddp.SOLUTION.findall(solution.source)[0]).keys()

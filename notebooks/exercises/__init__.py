@@ -20,6 +20,8 @@ def check(*functions: Callable[..., Any]) -> str:
         name = function.__name__
         if name not in exercises:
             raise ValueError(f"no exercise is called {name!r}: keep the name of the stub")
+        if len(functions) > 1:
+            print(f"{name}: ", end="")
         answer = exercises[name].check(function)
         if answer != RIGHT:
             break
