@@ -37,7 +37,7 @@ class SimulatedRing:
 
 
 class Ranks(NamedTuple):
-    """By rank: the trial.vector before and after, and how many numbers each message had."""
+    """By rank: the vector before and after, and how many numbers each message had."""
 
     before: Tensor
     after: Tensor
