@@ -1,8 +1,8 @@
 /**
  * The cost model, for the page "Plan a run": formulas only, no page.
  *
- * Each function has the same name as in notebooks/lesson/cost_model.py, which explains it and
- * names its source. tests/test_planner.py compares the two. Units: bytes, seconds, bytes a second.
+ * notebooks/lesson/cost_model.py has most of the functions under the same names, explains them and
+ * names their sources. tests/test_planner.py compares the two. Units: bytes, seconds, bytes a second.
  *
  * It is a classic script and no module, because a browser does not load modules from a file:// URL.
  */
@@ -34,7 +34,12 @@ const costModel = (() => {
   const all_reduce_seconds = (payload, world_size, bandwidth, latency = 0) =>
     latency + bytes_sent(payload, world_size) / bandwidth;
 
-  /** Bandwidth of the slowest link of a ring over all GPUs. */
+  /**
+   * Bandwidth of a ring over all GPUs: that of its slowest link, because all ranks send at the same
+   * pace. NCCL's trees, and rings over several network cards, do better or worse.
+   * @param {number} within out of a GPU, to another GPU of its node
+   * @param {number} between out of a node, all its network cards together
+   */
   const ring_bandwidth = (gpus_per_node, nodes, within, between) => {
     if (nodes === 1) return within;
     return gpus_per_node === 1 ? between : Math.min(within, between);
@@ -52,7 +57,8 @@ const costModel = (() => {
     Math.max(all_reduce / buckets, backward / buckets + all_reduce - backward);
 
   /**
-   * When a bucket (from 1) is ready, and when its all-reduce starts and ends.
+   * When a bucket (from 1) is ready, and when its all-reduce starts and ends. The buckets follow
+   * each other without a gap, unless the network has to wait for backward.
    * @returns {[number, number, number]} seconds since the start of backward
    */
   const bucket_span = (number, all_reduce, backward, buckets) => {

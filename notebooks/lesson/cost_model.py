@@ -1,6 +1,7 @@
 """What a step costs in bytes, seconds and memory: plain arithmetic, no torch.
 
-`docs/planner/model.js` has the same formulas under the same names, for the page "Plan a run".
+`docs/planner/model.js` has the same formulas under the same names, for the page "Plan a run", and
+some more.
 
 Units everywhere: bytes, seconds and bytes a second.
 A network's speed in gigabits goes through `bytes_per_second` first: 8 bits are a byte.
@@ -30,15 +31,11 @@ Sources of the formulas:
 """
 
 import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class Link(NamedTuple):
-    """What a fit found: how long an empty all-reduce takes, and how fast a large one is.
-
-    latency: seconds. bandwidth: bytes a second, the bus bandwidth of [nccl].
-    """
+    """How long an empty all-reduce takes, in seconds, and the bus bandwidth of [nccl]."""
 
     latency: float
     bandwidth: float
@@ -78,7 +75,6 @@ PRECISIONS = {
     "bf16 autocast, reduce in bf16": Precision(4, 2, 2),
     "all bf16": Precision(2, 2, 2),
 }
-OPTIMIZERS = {"SGD": 0, "momentum": 1, "Adam": 2}  # numbers of state for each parameter
 STRATEGIES = ("DDP", "DDP, bucket view", "ZeRO-1", "ZeRO-2", "FSDP2")
 
 
@@ -126,27 +122,6 @@ def exposed_seconds(all_reduce: float, backward: float, buckets: int) -> float:
     return max(last_bucket, busy_from_the_first)
 
 
-def break_even_bandwidth(payload: float, world_size: int, backward: float) -> float:
-    """Return the bandwidth, bytes a second, at which an all-reduce takes as long as backward.
-
-    With anything slower it cannot hide, however many buckets there are.
-    """
-    return bytes_sent(payload, world_size) / backward
-
-
-def ring_bandwidth(gpus_per_node: int, nodes: int, within: float, between: float) -> float:
-    """Return the bandwidth of a ring over all GPUs, bytes a second: that of its slowest link.
-
-    All ranks send at the same pace, so a ring over several nodes runs at the speed of the network,
-    however fast the GPUs of a node are connected. NCCL's trees and rings over several network
-    cards do better or worse; this is the simplest model. `within` is out of a GPU, to another GPU
-    of its node, and `between` out of a node, all its network cards together.
-    """
-    if nodes == 1:
-        return within
-    return between if gpus_per_node == 1 else min(within, between)
-
-
 def bucket_count(payload: float, bucket_bytes: float) -> int:
     """Return how many buckets DDP makes of `payload` bytes.
 
@@ -160,20 +135,6 @@ def bucketed_all_reduce_seconds(
 ) -> float:
     """Return the time of the all-reduces of all buckets, which are equal: each pays the latency."""
     return buckets * all_reduce_seconds(payload / buckets, world_size, bandwidth, latency)
-
-
-def bucket_span(
-    number: int, all_reduce: float, backward: float, buckets: int
-) -> tuple[float, float, float]:
-    """Return when a bucket is ready, and when its all-reduce starts and ends, since backward began.
-
-    The model is that of `exposed_seconds`; its buckets follow each other without a gap, unless
-    the network has to wait for backward. Backward fills them in the order of `number`, from 1 on.
-    """
-    one, first = all_reduce / buckets, backward / buckets
-    ready = number * first
-    start = max(ready, first + (number - 1) * one)
-    return ready, start, start + one
 
 
 def efficiency(compute: float, exposed: float) -> float:
@@ -243,26 +204,3 @@ def strategy_bytes_sent(
         "FSDP2": 2 * gathered + reduced,
     }.get(strategy, 2 * reduced)
     return (world_size - 1) / world_size * per_parameter * parameters
-
-
-def fit_link(seconds: Mapping[float, float], world_size: int) -> Link:
-    """Fit latency, which is never negative, and bandwidth to the times of all-reduces, by payload.
-
-    Least squares on the relative errors, so that an error of 10 % weighs the same for a kilobyte
-    as for a gigabyte. It takes two sizes at least.
-    """
-    points = [(bytes_sent(payload, world_size), time) for payload, time in seconds.items()]
-    # Divide each equation by its time, so that errors are relative: a / time + b x sent / time = 1.
-    ones = [1 / time for _, time in points]
-    sent = [amount / time for amount, time in points]
-    aa, ab, bb = _dot(ones, ones), _dot(ones, sent), _dot(sent, sent)
-    a, b = sum(ones), sum(sent)
-    determinant = aa * bb - ab * ab
-    latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-    if latency < 0:
-        latency, per_byte = 0.0, b / bb
-    return Link(latency, 1 / per_byte)
-
-
-def _dot(left: list[float], right: list[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
