@@ -34,6 +34,27 @@ def test_a_right_answer_takes_the_place_of_the_solution(kept, tmp_path):
     assert myddp.load().token_step() == "mine"
 
 
+def test_imports_and_helpers_of_the_cell_are_kept(kept):
+    code = """from contextlib import nullcontext
+from exercises import check
+
+def twice(number):
+    return 2 * number
+
+def start_alike(model):
+    return NotImplemented
+
+def token_step(*args):
+    with nullcontext():
+        return twice(4)
+"""
+    myddp.keep(defined_in_a_cell(code, "token_step"))
+    assert myddp.load().token_step() == 8
+    text = kept.read_text()
+    assert text.count("from contextlib import nullcontext\n") == 1
+    assert "start_alike" not in text and "exercises" not in text
+
+
 def test_the_solutions_make_a_file_of_about_150_lines(kept):
     assert lines_of_code(myddp.source()) <= 160
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import torch
 from lesson import Exercise
 from lesson.exercise import ALONE
@@ -19,7 +18,7 @@ from lesson.exercise import ALONE
 RUNNER = Path(__file__).resolve().with_name("small_gpt_runner.py")
 ROOT = RUNNER.parents[2]  # for scripts/sanity.py
 ORIGINAL = ROOT / "scripts/small_gpt.py"
-LIMIT = 60  # seconds for a launch: more than the runner gives to a rank
+LIMIT = 60  # seconds for a launch: more than the runner gives to a rank, which ends by itself
 # The training set has 96 rows: 2 epochs of 6 steps, each of 2 microbatches of 8 rows in total.
 FLAGS = ["--epochs=2", "--characters=7000"]
 
@@ -53,25 +52,11 @@ def _merge(first: list[int], other: list[int]) -> list[int]:
 def _run(arguments: list[str]) -> None:
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    nowhere = subprocess.DEVNULL
-    launch = subprocess.Popen(
-        [sys.executable, *arguments],
-        env=os.environ | variables,
-        stdin=nowhere,
-        stdout=nowhere,
-        stderr=nowhere,
-    )
-    try:
-        launch.wait(LIMIT)
-    except subprocess.TimeoutExpired:  # then a rank's report is missing
-        pass
-    finally:
-        if launch.poll() is None:
-            for process in psutil.Process(launch.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            launch.kill()
-            launch.wait()
+    command, env = [sys.executable, *arguments], os.environ | variables
+    with suppress(subprocess.TimeoutExpired):  # then a rank's report is missing
+        subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT
+        )
 
 
 def _read(folder: Path, script: Path) -> dict[str, Any]:

@@ -23,11 +23,10 @@ STAGES = {
     5: ("ShardedAdam",),
     6: ("Gather", "ShardedBlock"),
 }
-GIVEN = '''\
+HEAD = '''\
 """Data-parallel training, written by hand in the chapters 02, 05, 07 and 10."""
 
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
-
-
+'''
+RING = '''\
 class Ring:
     """The ranks in a circle: each sends to the next rank, and receives from the one before."""
 
@@ -76,25 +75,38 @@ def definitions(code: str) -> dict[str, str]:
     return found
 
 
+def imports(code: str) -> list[str]:
+    """Return the import statements of a source text that the reader's file can use."""
+    nodes = [node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    own = ("exercises", "myddp", "lesson")  # of the notebook
+    return [ast.unparse(node) for node in nodes if getattr(node, "module", "") not in own]
+
+
 def solutions() -> dict[str, str]:
-    """Return the solutions of all chapters by the name of their function or class."""
+    """Return the stages' solutions in the chapters by the name of their function or class."""
     found: dict[str, str] = {}
     for chapter in sorted(CHAPTERS.glob("[0-9][0-9]_*.md")):
         for code in SOLUTION.findall(chapter.read_text()):
             found |= definitions(code)
-    return found
+    return {name: code for name, code in found.items() if stage_of(name)}
 
 
 def keep(function: Callable[..., Any]) -> None:
     """Write one of the reader's functions, which is right, into `myddp.py`."""
-    own = _kept() | {function.__name__: definitions(_cell_of(function))[function.__name__]}
-    KEPT.write_text(_file(own))
+    cell, kept = _cell_of(function), KEPT.read_text() if KEPT.exists() else ""
+    own = {  # with helpers of the same cell
+        name: code
+        for name, code in definitions(cell).items()
+        if name == function.__name__ or stage_of(name) is None
+    }
+    KEPT.write_text(_file(definitions(kept) | own, imports(kept) + imports(cell)))
     Path("myddp.py").write_text(source())  # for the cells of this notebook
 
 
 def source() -> str:
     """Return the reader's file, with solutions for what is missing."""
-    return _file(solutions() | _kept())
+    kept = KEPT.read_text() if KEPT.exists() else ""
+    return _file(solutions() | definitions(kept), imports(kept))
 
 
 def load(**functions: Any) -> SimpleNamespace:
@@ -105,13 +117,13 @@ def load(**functions: Any) -> SimpleNamespace:
     return SimpleNamespace(**names)
 
 
-def _kept() -> dict[str, str]:
-    return definitions(KEPT.read_text()) if KEPT.exists() else {}
-
-
-def _file(known: dict[str, str]) -> str:
-    order = [name for stage in STAGES.values() for name in stage if name in known]
-    return "\n\n\n".join([GIVEN.rstrip(), *[known[name] for name in order]]) + "\n"
+def _file(known: dict[str, str], imported: list[str]) -> str:
+    head = HEAD.splitlines()
+    head += [line for line in dict.fromkeys(imported) if line not in head]
+    order = [name for stage in STAGES.values() for name in stage]
+    helpers = [name for name in known if name not in order and name != "Ring"]
+    parts = [RING.rstrip(), *[known[name] for name in helpers + order if name in known]]
+    return "\n\n\n".join(["\n".join(head), *parts]) + "\n"
 
 
 def _cell_of(function: Callable[..., Any]) -> str:
