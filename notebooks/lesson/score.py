@@ -87,8 +87,10 @@ def measure(stage: int) -> dict[str, Any]:
         for name, way in ways.items():
             row, timeline = _take_step(way, mine)
             rows[name].append(row)
+    slower = torch.tensor(alone)
+    dist.all_reduce(slower, dist.ReduceOp.MAX)  # the ranks wait for the slower one in every step
     dist.destroy_process_group()
-    compute, exposed, sent = module.predict(*_medians(alone), link)
+    compute, exposed, sent = module.predict(*_medians(slower.tolist()), link)
     result = {"predicted": [1000 * (compute + exposed), 1000 * exposed, sent / 1000]}
     for name in ways:
         milliseconds, kilobytes = _medians(rows[name])
@@ -120,15 +122,11 @@ def _bytes_on_the_wire() -> int:
 
 
 def _timeline(log: Log, start: float, end: float) -> dict[str, Any]:
-    """Return what a rank did in a step, in milliseconds since the step began."""
-
-    def since_start(spans: Any) -> list[tuple[float, float]]:
-        return [(1000 * (a - start), 1000 * (b - a)) for a, b in spans]
-
-    return {
-        "step": 1000 * (end - start),
-        "waits": since_start(log.waits),
-        "sends": since_start((call.start, call.end) for call in log.calls),
+    """Return what a rank did in a step: when it began and how long it took, in milliseconds."""
+    spans = {"waits": log.waits, "sends": [(call.start, call.end) for call in log.calls]}
+    return {"step": 1000 * (end - start)} | {
+        name: [(1000 * (a - start), 1000 * (b - a)) for a, b in each]
+        for name, each in spans.items()
     }
 
 
