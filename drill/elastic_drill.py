@@ -120,6 +120,8 @@ class Round:
                     code = running.wait(20).code
                     assert code == 0, f"exit code {code}\n{running.text()}"
             wait_until(lambda: not [p for each in self.launchers for p in each.processes()], 20)
+        for launcher in self.launchers:  # their workers' output is in theirs
+            assert "Traceback" not in launcher.text(), launcher.text()
         code = self.launchers[-1].process.returncode
         assert code == 0, f"the launcher's exit code is {code}\n{self.launchers[-1].text()}"
         return happened
@@ -188,22 +190,25 @@ class Round:
 
     def end(self, pid: int, number: int = signal.SIGKILL) -> None:
         running = self.workers.pop(pid)
-        os.kill(pid, number)
+        self.signal(pid, number)
         if running:
             running.process.wait(20)
 
     def stop(self, pids: Sequence[int], seconds: float) -> None:
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+            self.signal(pid, signal.SIGSTOP)
             self.stopped[pid] = time.monotonic() + seconds
+
+    def signal(self, pid: int, number: int) -> None:
+        with suppress(ProcessLookupError):  # it has just ended: at a moment, or with the run
+            os.kill(pid, number)
 
     def sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while True:
             for pid in [pid for pid, until in self.stopped.items() if time.monotonic() > until]:
                 del self.stopped[pid]
-                with suppress(ProcessLookupError):  # it died at a moment, just before its stop
-                    os.kill(pid, signal.SIGCONT)
+                self.signal(pid, signal.SIGCONT)
             if time.monotonic() > end:
                 return
             time.sleep(0.01)
