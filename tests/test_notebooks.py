@@ -52,9 +52,9 @@ def stubs_of(cell):
 
 def test_the_course_has_11_chapters_and_stays_short():
     assert [name[:2] for name in NAMES] == [f"{number:02}" for number in range(11)]
-    assert sum(len((FOLDER / f"{name}.md").read_text().split()) for name in NAMES) <= 30_000
+    assert sum(len((FOLDER / f"{name}.md").read_text().split()) for name in NAMES) <= 28_000
     assert len([*(FOLDER / "lesson").glob("*.py")]) <= 24
-    assert sum(len(path.read_text().splitlines()) for path in FOLDER.rglob("*.py")) <= 3_530
+    assert sum(len(path.read_text().splitlines()) for path in FOLDER.rglob("*.py")) <= 3_300
 
 
 @pytest.mark.parametrize("name", NAMES)
