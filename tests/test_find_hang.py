@@ -121,7 +121,7 @@ def test_a_dump_cannot_run_code(tmp_path):
     [
         ("rank_0", pickle.dumps({"entries": []})[:-3], "rank_0 is not a complete dump"),
         ("rank_0", pickle.dumps([]), "rank_0 is not a complete dump"),
-        ("dump", pickle.dumps({"entries": []}), "the name of dump does not end with a rank"),
+        ("dump", pickle.dumps({"entries": []}), "dump is not a complete dump of a rank"),
         ("no_file", None, "error: no_file does not exist"),
     ],
 )
