@@ -50,7 +50,7 @@ STATES = {"disk-sleep": "is stuck in the kernel", "stopped": "is stopped"}
 STATES |= {"tracing-stop": "is stopped", "gone": "has ended", "zombie": "has ended"}
 TIMED_OUT = re.compile(r"caught collective operation timeout.*OpType=(\w+), NumelIn=(\d+)")
 # nccl2, the process group behind "nccl" since PyTorch 2.15, logs neither the call nor its number.
-FAILED_IN_NCCL2 = re.compile(r"\[TC\].*\[name=(.+?)\] (Operation timed out|nccl hit async error)")
+IN_NCCL2 = re.compile(r"\[TC\].*\[name=(.+?)\] (Operation timed out|nccl hit async error)")
 UNNUMBERED, UNNAMED = sys.maxsize, "a collective that its log does not name"
 STATUS = re.compile(r"PG GUID (\w+).* enqueued.*? work: (-?\d+).* completed.*? work: (-?\d+)")
 UNKNOWN = "a line that was not recorded"
@@ -155,10 +155,7 @@ def verdict(ranks: list[Rank]) -> tuple[bool, str]:
     calls = [(each.waits_in, each.pid and each.place) for each in waiting]
     (common, count), *others = Counter(calls).most_common()
     if not others and common[0] == UNNAMED:
-        return (
-            False,
-            f"of {count} ranks, we only know that they timed out or failed: add their dumps",
-        )
+        return False, f"of {count} ranks, we only know that they failed: add their dumps"
     if not others:
         hint = "look at other hosts and logs, then compare sizes (in dumps), then check the network"
         return False, f"the ranks that we see ({count}) wait in the same call: {hint}"
@@ -333,7 +330,7 @@ def read_log(file: Path) -> Iterator[tuple[str, int, Record]]:
     call = [""] * 2
     for line in re.split(r"\n|(?=\[rank\d+\]:)", file.read_text(errors="replace")):
         rank = int(found[1]) if (found := re.search(r"[Rr]ank[ =]?(\d+)\]", line)) else -1
-        if found := FAILED_IN_NCCL2.search(line):
+        if found := IN_NCCL2.search(line):
             calls = {UNNUMBERED: [UNNAMED, UNKNOWN]}
             yield found[1], rank, Record(UNNUMBERED, UNNUMBERED - 1, calls)
         if found := TIMED_OUT.search(line):

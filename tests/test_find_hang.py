@@ -10,7 +10,7 @@ from slurm_cluster import Job
 
 FIND_HANG = [sys.executable, SCRIPTS / "find_hang.py"]
 LOGS = ROOT / "tests" / "hang_logs"  # two NCCL ranks on an H200, PyTorch 2.11, 2026-11-26
-# What a rank of nccl2, the "nccl" of PyTorch 2.15, logs if its call times out, or if another rank has
+# What a rank of nccl2, the "nccl" of PyTorch 2.15, logs if its call times out, or another rank has
 # aborted. We made both from the texts in PyTorch's source, not from a run.
 NCCL2 = """\
 [rank{0}]:[E901 10:00:15.000000001 WorkNCCL.cpp:1] [TC][rank={0}][name=0] Operation timed out \
@@ -122,7 +122,7 @@ def test_dumps(calls, says, tmp_path):
     ("log", "code", "says"),
     [
         (NCCL2.format(0) + NCCL2.format(2), 0, "wait for rank 1, which left no process, log or"),
-        (NCCL2.format(0) + NCCL2.format(1), 1, "of 2 ranks, we only know that they timed out"),
+        (NCCL2.format(0) + NCCL2.format(1), 1, "of 2 ranks, we only know that they failed"),
         # Rank 1 may have waited, too, for less than the timeout.
         (NCCL2.format(0) + NCCL2_LOST.format(1) + NCCL2.format(2), 1, "of 3 ranks, we only know"),
     ],
