@@ -61,8 +61,7 @@ IN_TORCH = {
     "Unexpected bus error encountered in worker": "lib/libtorch_python.so",
     "TORCH_FR_BUFFER_SIZE": "lib/libtorch_cpu.so",
     "TORCH_FR_DUMP_TEMP_FILE": "lib/libtorch_cpu.so",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "lib/libtorch_cpu.so",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "lib/libtorch_cpu.so",
+    "terminate called without an active exception": None,  # the C++ runtime's
 }
 # Only CUDA builds have these, in the libraries of torch, of NCCL and of the CUDA runtime. We found
 # all by hand in torch 2.13.0 for CUDA 13, nvidia-nccl-cu13 2.29.7 and nvidia-cuda-runtime 13.0.96.
@@ -96,6 +95,12 @@ IN_CUDA_BUILDS = {
     "via P2P": NCCL,
     "via SHM": NCCL,
 }
+# CUDA builds since 2.14 have these of nccl2. We found all by hand in torch 2.14.1 for CUDA 13.
+IN_NCCL2 = {
+    "Operation timed out after": TORCH_CUDA,
+    "Aborting process on rank": TORCH_CUDA,
+    "nccl hit async error on rank": TORCH_CUDA,
+}
 OURS = [
     "did not arrive",
     "start one rank per GPU",
@@ -122,6 +127,7 @@ WITHOUT_HEADING = {
     "marked as ready twice",
     "Unexpected bus error encountered in worker",
     "NCCL does not support all_reduce with sparse tensors",
+    "terminate called without an active exception",
 }
 
 
@@ -138,7 +144,7 @@ def is_title(message: str) -> bool:
 
 def test_every_message_is_in_the_docs_and_has_a_heading():
     texts = [page.read_text() for page in pages()]
-    for message in [*IN_TORCH, *IN_CUDA_BUILDS, *OURS]:
+    for message in [*IN_TORCH, *IN_CUDA_BUILDS, *IN_NCCL2, *OURS]:
         assert any(message in text for text in texts), message
         assert is_title(message) or message in HANGS or message in WITHOUT_HEADING, message
 
@@ -148,7 +154,7 @@ def test_every_message_that_has_a_heading_is_checked():
     # The first is Python's error for a variable that is not set, the second one of Python's files,
     # the third argparse's, and the fourth a file of Linux.
     of_python = {"KeyError: 'LOCAL_RANK'", "popen_fork.py", "ambiguous option", "ptrace_scope"}
-    known = {*IN_TORCH, *IN_CUDA_BUILDS, *OURS, *of_python, "ddp_ref"}
+    known = {*IN_TORCH, *IN_CUDA_BUILDS, *IN_NCCL2, *OURS, *of_python, "ddp_ref"}
     assert [text for text in QUOTED if not any(message in text for message in known)] == []
 
 
@@ -158,7 +164,9 @@ def test_the_installed_torch_has_its_messages():
 
 
 def test_the_cuda_build_has_its_messages():
-    installed = {message: list(TORCH.parent.glob(name)) for message, name in IN_CUDA_BUILDS.items()}
+    has_nccl2 = torch.__version__ >= "2.14"  # compares versions, not letters
+    messages = IN_CUDA_BUILDS | (IN_NCCL2 if has_nccl2 else {})
+    installed = {message: list(TORCH.parent.glob(name)) for message, name in messages.items()}
     if not all(installed.values()):  # the fake GPU has torch's, but not NVIDIA's
         pytest.skip("only CUDA builds of torch, with NVIDIA's libraries, have these messages")
     missing = [m for m, files in installed.items() if not any(in_file(file, m) for file in files)]
