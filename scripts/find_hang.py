@@ -7,12 +7,11 @@
 
 It prints one line per rank and one verdict per job, and exits with 0 if a verdict names ranks, else
 with 1. A rank hangs if it stays in the same functions for `--seconds`, while the others only wait.
-If the steps of your job take longer, pass a larger value. The job needs no preparation and does not
-notice. A live look needs Linux, psutil, py-spy and the permission to read the memory of processes:
-run it as root, or start the container with `--cap-add SYS_PTRACE`.
+If the steps of your job take longer, pass a larger value. The job needs no preparation. A live look
+needs Linux, psutil, py-spy and the permission to read the memory of processes: run it as root, or
+start the container with SYS_PTRACE. If you cannot, pass logs and dumps.
 """
 
-import argparse
 import json
 import linecache
 import math
@@ -23,45 +22,40 @@ import shutil
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
-STDLIB = re.compile(r"/lib(?:64)?/python3\.\d+/(?!site-packages|dist-packages)|^<(frozen|string)")
-# In these files and functions, a rank waits for the others, in C++.
-WAITS = re.compile(
-    r"torch/distributed/(distributed_c10d|rendezvous|utils)\.py"
+# Frames of the standard library, and those in which torch calls an operator such as wait_tensor.
+PASSED = r"/lib(64)?/python3\.\d+/(?!(site|dist)-packages)|^<(frozen|string)|torch/_(ops|library)"
+WAITS = re.compile(  # in these files and functions, a rank waits for the others, in C++
+    r"torch/distributed/(distributed_c10d|rendezvous|utils|_functional_collectives)\.py (?!__torch)"
     r"|torch/nn/parallel/distributed\.py (_pre_forward|_distributed_broadcast_coalesced)"
     r"|torch/(autograd/graph\.py _engine_run_backward|cuda/__init__\.py synchronize)"
     r"|ddp_ref/(initialize\.py|decorators\.py _wait)"
 )
-LIBRARY = re.compile(
-    STDLIB.pattern + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers)"
-)
-WAITING_LINE = re.compile(r"\.(wait|item|tolist|cpu|numpy|synchronize)\(")
+LIBRARY = PASSED + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers)"
 WRAPPERS = {"wrapper", "inner", "inner_func", "_call_impl", "_wrapped_call_impl"}
 NAMES = {"backward": "backward (DDP's all-reduce)", "__exit__": "on_rank"}
-POLLS = {
-    "_wait",
-    "_exchange",
-    "_wait_for_master",
-    "_create_c10d_store",
-}  # wake up now and then while they wait
+NAMES |= dict.fromkeys(("__torch_dispatch__", "__repr__", "trigger_wait"), "wait_tensor")
+POLLS = {"_wait", "_exchange", "_wait_for_master", "_create_c10d_store"}
 BEHIND = " (Python runs ahead of its GPU, which may be in an earlier collective: see the dumps)"
 STATES = {"disk-sleep": "is stuck in the kernel", "stopped": "is stopped"}
 STATES |= {"tracing-stop": "is stopped", "gone": "has ended", "zombie": "has ended"}
-UNEVEN = {"gather", "scatter", "alltoall", "alltoallbase"}  # their sizes may differ between ranks
 TIMED_OUT = re.compile(r"caught collective operation timeout.*OpType=(\w+), NumelIn=(\d+)")
-STATUS = re.compile(
-    r"PG GUID (\w+).*[Ll]ast enqueued (?:NCCL )?work: (-?\d+).*last completed.* work: (-?\d+)"
-)
-STACK_LINE = re.compile(r"^#\d+ (\S+) from (.+):(\d+)$")
+# nccl2, the process group behind "nccl" since PyTorch 2.15, logs neither the call nor its number.
+IN_NCCL2 = re.compile(r"\[TC\].*\[name=(.+?)\] (Operation timed out|nccl hit async error)")
+UNNUMBERED, UNNAMED = sys.maxsize, "a collective that its log does not name"
+STATUS = re.compile(r"PG GUID (\w+).* enqueued.*? work: (-?\d+).* completed.*? work: (-?\d+)")
 UNKNOWN = "a line that was not recorded"
+PY_SPY = shutil.which(Path(sys.executable).with_name("py-spy")) or shutil.which("py-spy")
+NO_PERMISSION = "run as root, give the container SYS_PTRACE, or pass logs and dumps instead"
 Frames = list[dict[str, Any]]  # a Python stack, innermost function first
 
 
@@ -97,6 +91,7 @@ class Record(NamedTuple):
     enqueued: int
     completed: int
     calls: dict[int, list[str]]  # by number: the kind and size, and the line
+    ranks: int = 0  # how many ranks the job has; 0: unknown
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -107,17 +102,12 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", help="logs, dumps, folders; -: the output of --json")
     parser.add_argument("--seconds", type=float, default=5, help="how long to watch (default: 5)")
     parser.add_argument("--json", action="store_true", help="print the ranks as lines of JSON")
     args = parser.parse_args()
-    if args.paths == ["-"]:
-        ranks = [Rank(**json.loads(line)) for line in sys.stdin if line.strip()]
-    else:
-        ranks = read_files(args.paths) if args.paths else look_at_ranks(args.seconds)
+    ranks = read_files(args.paths) if args.paths else look_at_ranks(args.seconds)
     if args.json:
         print(*(json.dumps(each._asdict()) for each in ranks), sep="\n")
     else:
@@ -126,27 +116,24 @@ def main() -> None:
 
 def report(ranks: list[Rank]) -> bool:
     """Print what all ranks do and a verdict per job; return whether a verdict names ranks."""
-    jobs: dict[str, list[Rank]] = defaultdict(list)
-    for rank in sorted(ranks):
-        jobs[rank.job].append(rank)
-    found = False
-    for job, members in jobs.items():
+    found = []
+    for job, its in groupby(sorted(ranks), lambda each: each.job):
         print(job)
-        for each in members:
-            process = f" ({each.host}, process {each.pid})" if each.pid else ""
+        for each in (members := [*its]):
+            process = f" ({each.host}, process {each.pid})" * bool(each.pid)
             print(f"  rank {each.rank} {each.does()}{process}")
         names_ranks, sentence = verdict(members)
         print("  verdict:" if names_ranks else "  no verdict:", sentence)
-        found |= names_ranks
-    if not jobs:
+        found.append(names_ranks)
+    if not ranks:
         print("no verdict: found no ranks; is this the job's user, host and container, or its log?")
-    return found
+    return any(found)
 
 
 def verdict(ranks: list[Rank]) -> tuple[bool, str]:
     """Return whether some ranks of a job hold up the others, and a sentence that says so."""
     waiting = [each for each in ranks if each.waits_in]
-    elsewhere = [each for each in ranks if not each.waits_in]
+    elsewhere = [f"rank {each.rank}, which {each.does()}" for each in ranks if not each.waits_in]
     states = {each.state: each for each in ranks}
     if len(ranks) > len({each.rank for each in ranks}):
         return False, "several processes have the same rank: other programs, or several jobs"
@@ -161,13 +148,14 @@ def verdict(ranks: list[Rank]) -> tuple[bool, str]:
     if busy := states.get("is busy"):
         return False, f"the others wait for rank {busy.rank}, which is busy: look again in a minute"
     if elsewhere:
-        named = (f"rank {each.rank}, which {each.does()}" for each in elsewhere)
-        return True, "the others wait for " + "; and for ".join(named)
+        return True, "the others wait for " + "; and for ".join(elsewhere)
     if missing := {n for each in ranks for n in each.on_host} - {each.rank for each in ranks}:
         return True, f"the others wait for rank {min(missing)}, which left no process, log or dump"
     # A record tells the size of a call. A live stack does not, so there the line has to do.
     calls = [(each.waits_in, each.pid and each.place) for each in waiting]
     (common, count), *others = Counter(calls).most_common()
+    if not others and common[0] == UNNAMED:
+        return False, f"of {count} ranks, we only know that they failed: add their dumps"
     if not others:
         hint = "look at other hosts and logs, then compare sizes (in dumps), then check the network"
         return False, f"the ranks that we see ({count}) wait in the same call: {hint}"
@@ -179,17 +167,7 @@ def verdict(ranks: list[Rank]) -> tuple[bool, str]:
 
 
 def look_at_ranks(seconds: float) -> list[Rank]:
-    """Watch the ranks of all jobs on this host."""
-    ranks = find_ranks()
-    rounds = []
-    for pause in (0, seconds / 2, seconds / 2):
-        time.sleep(pause)
-        rounds.append([look_at(rank.pid) for rank in ranks])
-    return [summarize(rank, looks) for rank, *looks in zip(ranks, *rounds, strict=True)]
-
-
-def find_ranks() -> list[Rank]:
-    """Return the processes of this host that are ranks, and not launchers or workers of ranks."""
+    """Find the processes of this host that are ranks, not launchers or workers, and watch them."""
     ranks: dict[int, Rank] = {}
     node = {"SLURM_JOB_ID", "SLURM_NODEID"}  # if srun has started us, we look at its job's ranks
     mine = {name: os.environ[name] for name in node} if node <= os.environ.keys() else {}
@@ -198,50 +176,53 @@ def find_ranks() -> list[Rank]:
             if "python" not in process.exe() or Path(__file__).name in str(process.cmdline()):
                 continue
             env = process.environ()
-            rank = as_rank(process, env) if mine.items() <= env.items() else None
+            if not mine.items() <= env.items() or not (rank := as_rank(process, env)):
+                continue
             above = [ranks[each.pid] for each in process.parents() if each.pid in ranks]
-            # A DataLoader's worker has its rank's variables, or is forked from a rank of mp.spawn.
-            inherited = [each._replace(pid=process.pid) for each in above]
-            forked = any(each.job.startswith("mp.spawn") for each in above)
-            if rank and rank not in inherited and not forked:
-                ranks[process.pid] = rank
-                for each in above:  # a launcher, in a step of srun or in a pod with a RANK
-                    if each.job.startswith("Slurm") or not each.on_host:
-                        del ranks[each.pid]
-    return [*ranks.values()]
+            # A DataLoader's worker has its rank's variables, or is forked from a rank without any.
+            if any(each[:3] == rank[:3] or "of process" in each.job for each in above):
+                continue
+            ranks[process.pid] = rank._replace(host=os.uname().nodename, pid=process.pid)
+            for each in above:  # a launcher, in a step of srun or in a pod with a RANK
+                if each.job.startswith("Slurm") or not each.on_host:
+                    del ranks[each.pid]
+    rounds = []
+    for pause in (0, seconds / 2, seconds / 2):
+        time.sleep(pause)
+        rounds.append([look_at(pid) for pid in ranks])
+    return [summarize(rank, looks) for rank, *looks in zip(ranks.values(), *rounds, strict=True)]
 
 
 def as_rank(process: psutil.Process, env: dict[str, str]) -> Rank | None:
     """Return which rank a launcher has made of a process, if any."""
-    host = os.uname().nodename
-    # A script that srun has started may set RANK itself: then only its workers have it from birth.
-    by_srun = "SLURM_GTIDS" in env and "LOCAL_WORLD_SIZE" not in env
-    if env.get("RANK", "").isdigit() and not by_srun:  # set by torchrun, run_ranks and others
+    # If a script that srun has started sets RANK itself, only its workers have it from birth.
+    if env.get("RANK", "").isdigit() and ("SLURM_GTIDS" not in env or "LOCAL_WORLD_SIZE" in env):
         rank, size = int(env["RANK"]), int(env.get("LOCAL_WORLD_SIZE", 0))
         first = rank - int(env.get("LOCAL_RANK", 0))
         job = f"job at {env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
         if attempt := int(env.get("TORCHELASTIC_RESTART_COUNT", 0)):
             job += f", restarted {attempt} times"
-        return Rank(job, rank, [*range(first, first + size)], host, process.pid)
-    for frame in look_at(process.pid).frames:
-        if (frame["name"], Path(frame["filename"]).name) == ("_wrap", "spawn.py"):
-            its = [each["repr"] for each in frame["locals"] or [] if each["name"] == "i"]
-            if its and its[0].isdigit():  # else py-spy has read a stack that just changed
-                job = f"mp.spawn of process {process.ppid()}"
-                return Rank(job, int(its[0]), [int(its[0])], host, process.pid)
+        return Rank(job, rank, [*range(first, first + size)])
+    frames = look_at(process.pid).frames
+    names = [each["name"] for each in frames]
+    if "_bootstrap" in names and "_worker_loop" not in names:  # a child of mp.spawn or mp.Process
+        child = frames[: names.index("_bootstrap")]
+        spawned = [each for each in child if each["name"] == "_wrap"]
+        called = spawned or own(child)[-1:]
+        its = {each["name"]: each["repr"] for frame in called for each in frame["locals"] or []}
+        if (number := its.get("i" if spawned else "rank") or its.get("local_rank") or "").isdigit():
+            return Rank(f"ranks of process {process.ppid()}", int(number), [int(number)])
     if {"SLURM_STEP_ID", "SLURM_GTIDS"} <= env.keys():
         job = f"Slurm step {env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-        on_host = [*map(int, env["SLURM_GTIDS"].split(","))]
-        return Rank(job, int(env["SLURM_PROCID"]), on_host, host, process.pid)
+        return Rank(job, int(env["SLURM_PROCID"]), [*map(int, env["SLURM_GTIDS"].split(","))])
     return None
 
 
 def look_at(pid: int) -> Look:
     """Return what a process does now. This does not pause the process."""
-    beside = Path(sys.executable).with_name("py-spy")
-    if not (py_spy := shutil.which(beside) or shutil.which("py-spy")):
+    if not PY_SPY:
         sys.exit("error: py-spy is missing: pip install py-spy")
-    command = [py_spy, "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
+    command = [PY_SPY, "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
     status, sleeps = "gone", 0
     for _ in range(3):  # what py-spy reads may change meanwhile
         with suppress(psutil.NoSuchProcess, OSError, subprocess.TimeoutExpired, ValueError):
@@ -249,28 +230,26 @@ def look_at(pid: int) -> Look:
             status, sleeps = process.status(), process.num_ctx_switches().voluntary
             dump = subprocess.run(command, capture_output=True, text=True, timeout=10)
             if "ermission" in dump.stderr:
-                sys.exit(f"error: no permission to read process {pid}: use sudo, or SYS_PTRACE")
+                sys.exit(f"error: no permission to read process {pid}: {NO_PERMISSION}")
             threads = json.loads(dump.stdout)
             threads.sort(key=lambda each: each["thread_name"] != "MainThread")
             main_thread = max(threads, key=lambda each: each["os_thread_id"] == pid)
-            cuda = "libtorch_cuda" in Path(f"/proc/{pid}/maps").read_text()
-            frames = main_thread["frames"]
-            for frame in frames:  # since Python 3.11, the name is qualified
+            for frame in (frames := main_thread["frames"]):  # since 3.11, its name is qualified
                 frame["name"] = frame["name"].rpartition(".")[2]
-            return Look(status, sleeps, frames, cuda)
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            return Look(status, sleeps, frames, "libtorch_cuda" in maps)
     return Look(status, sleeps, [])
 
 
 def summarize(rank: Rank, looks: list[Look]) -> Rank:
     """Return what a rank does, from all looks at it."""
     calls, stacks = [waited_call(look) for look in looks], [look.frames for look in looks]
-    seen: list[Any]
-    if all(calls):  # it still waits if it has not woken up since, and its variables are the same
+    # It has not moved if it is in the same functions: it may be in a loop.
+    seen: list[Any] = [[(each["filename"], each["name"]) for each in stack] for stack in stacks]
+    if all(calls):  # it still waits if it has not woken up, except to poll, in the same call
         seen = [[each for each in stack if each["name"] not in POLLS] for stack in stacks]
         if seen == stacks:
             seen = [(look.sleeps, look.frames) for look in looks]
-    else:  # it has not moved if it is in the same functions: it may be in a loop
-        seen = [[(each["filename"], each["name"]) for each in stack] for stack in stacks]
     state = STATES.get(looks[-1].status, "stands still")
     moves = any(each != seen[0] for each in seen)
     # A rank that computes in `backward` does not wait. (One that waits for its GPU may spin.)
@@ -286,21 +265,21 @@ def summarize(rank: Rank, looks: list[Look]) -> Rank:
 
 def waited_call(look: Look) -> str:
     """Return the call in which a stack waits for other ranks; "" if it does something else."""
-    frames = [each for each in look.frames if not STDLIB.search(each["filename"])]
+    frames = [each for each in look.frames if not re.search(PASSED, each["filename"])]
     names = [each["name"] for each in frames]
-    inner = len(list(takewhile(lambda each: LIBRARY.search(each["filename"]), frames)))
+    inner = len(list(takewhile(lambda each: re.search(LIBRARY, each["filename"]), frames)))
     if inner and WAITS.search(f"{frames[0]['filename']} {names[0]}"):
         called = [name for name in names[:inner] if name not in WRAPPERS] or names[:1]
         return NAMES.get(called[-1], called[-1]) + BEHIND * look.cuda
     for frame in own(look.frames[:1]):  # a call in C++ has no frame, but the line shows it
-        found = WAITING_LINE.search(describe(frame))
+        found = re.search(r"\.(wait|item|tolist|cpu|numpy|synchronize)\(", describe(frame))
         if found and (look.cuda or found[1] == "wait"):
             return found[1] + BEHIND * look.cuda
     return ""
 
 
 def own(frames: Frames) -> Frames:
-    return [each for each in frames if not LIBRARY.search(each["filename"])]
+    return [each for each in frames if not re.search(LIBRARY, each["filename"])]
 
 
 def describe(frame: dict[str, Any]) -> str:
@@ -322,7 +301,9 @@ def worker_of(pid: int) -> str:
 
 
 def read_files(paths: list[str]) -> list[Rank]:
-    """Return what all ranks did last, from logs and dumps."""
+    """Return what all ranks did last, from logs and dumps, or from the lines of --json."""
+    if paths == ["-"]:
+        return [Rank(**json.loads(line)) for line in sys.stdin if line.strip()]
     records: dict[str, dict[int, Record]] = defaultdict(dict)  # by group and rank
     if missing := [path for path in paths if not Path(path).exists()]:
         sys.exit(f"error: {missing[0]} does not exist")
@@ -339,11 +320,8 @@ def read_files(paths: list[str]) -> list[Rank]:
     ranks = [rank for group, its in records.items() for rank in last_calls(group, its)]
     # A rank that waits in another group cannot help it, so we leave it out here.
     waiting = {each.rank for each in ranks if each.waits_in}
-    return [
-        each._replace(on_host=[*{*each.on_host} - waiting])
-        for each in ranks
-        if each.waits_in or each.rank not in waiting
-    ]
+    kept = [each for each in ranks if each.waits_in or each.rank not in waiting]
+    return [each._replace(on_host=[*{*each.on_host} - waiting]) for each in kept]
 
 
 def read_log(file: Path) -> Iterator[tuple[str, int, Record]]:
@@ -351,7 +329,10 @@ def read_log(file: Path) -> Iterator[tuple[str, int, Record]]:
     timed_out: dict[int, list[str]] = {}  # by rank: its call
     call = [""] * 2
     for line in re.split(r"\n|(?=\[rank\d+\]:)", file.read_text(errors="replace")):
-        rank = int(found[1]) if (found := re.search(r"[Rr]ank ?(\d+)\]", line)) else -1
+        rank = int(found[1]) if (found := re.search(r"[Rr]ank[ =]?(\d+)\]", line)) else -1
+        if found := IN_NCCL2.search(line):
+            calls = {UNNUMBERED: [UNNAMED, UNKNOWN]}
+            yield found[1], rank, Record(UNNUMBERED, UNNUMBERED - 1, calls)
         if found := TIMED_OUT.search(line):
             timed_out.setdefault(rank, [describe_call(found[1], int(found[2])), UNKNOWN])
         if found := STATUS.search(line):
@@ -360,43 +341,40 @@ def read_log(file: Path) -> Iterator[tuple[str, int, Record]]:
             yield found[1], rank, Record(enqueued, completed, calls)
         if "Stack trace of the failed collective:" in line:
             call = timed_out.get(rank, call)
-        found = STACK_LINE.search(line)
-        if found and call[1] == UNKNOWN and not LIBRARY.search(found[2]):
+        found = re.search(r"^#\d+ (\S+) from (.+):(\d+)$", line)
+        if found and call[1] == UNKNOWN and not re.search(LIBRARY, found[2]):
             call[1] = f"{found[2]}:{found[3]} in {found[1]}"
 
 
 def read_dump(file: Path) -> Iterator[tuple[str, int, Record]]:
     """Yield what a flight recorder's dump says, with the group and the rank."""
-    groups: dict[str, list[Any]] = {"0": []}  # every rank is in this group
-    rank = re.search(r"\d+$", file.stem)
+    groups: dict[str, tuple[dict[int, list[str]], list[int]]] = {"0": ({}, [])}  # 0: all ranks
     try:
+        rank = int(re.findall(r"\d+$", file.stem)[0])
         with file.open("rb") as opened:
-            entries = PlainUnpickler(opened).load()["entries"]
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
-        print(f"left out: {file} is not a complete dump: {error!r}", file=sys.stderr)
+            dump = PlainUnpickler(opened).load()
+        entries = [each for each in dump["entries"] if not each.get("is_p2p")]
+    except (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError) as error:
+        print(f"left out: {file} is not a complete dump of a rank: {error!r}", file=sys.stderr)
         return
-    if not rank:
-        print(f"left out: the name of {file} does not end with a rank", file=sys.stderr)
-        return
-    for entry in entries:
-        if not entry.get("is_p2p"):
-            groups.setdefault(entry["process_group"][0], []).append(entry)
-    for group, its in groups.items():
-        calls = {}
-        for each in its:
-            elements = sum(map(math.prod, each["input_sizes"]))
-            call = describe_call(each["profiling_name"].rpartition(":")[2], elements)
-            lines = [*map(describe, own(each.get("frames", []))), UNKNOWN]
-            calls[each["collective_seq_id"]] = [call, lines[0]]
+    for each in entries:
+        calls, pending = groups.setdefault(each["process_group"][0], ({}, []))
+        number, kind = each["collective_seq_id"], each["profiling_name"].rpartition(":")[2]
+        lines = [*map(describe, own(each.get("frames", []))), UNKNOWN]
+        calls[number] = [describe_call(kind, sum(map(math.prod, each["input_sizes"]))), lines[0]]
+        pending += [] if each["retired"] else [number]
+    # With nccl2, the rank that is late may leave no dump, but the others' dumps list all ranks.
+    ranks = len(re.findall(r"\d+", dump.get("pg_config", {}).get("0", {}).get("ranks", "")))
+    for group, (calls, pending) in groups.items():
         enqueued = max(calls, default=0)
         # With Gloo, the dump's pg_status may lag behind the last collective that has completed.
-        pending = [each["collective_seq_id"] for each in its if not each["retired"]]
-        yield group, int(rank[0]), Record(enqueued, min(pending, default=enqueued + 1) - 1, calls)
+        yield group, rank, Record(enqueued, min(pending, default=enqueued + 1) - 1, calls, ranks)
 
 
 def describe_call(kind: str, elements: int) -> str:
     kind = kind.replace("_", "").lower()  # a dump says all_reduce, a log ALLREDUCE
-    return kind if kind in UNEVEN else f"{kind} of {elements} elements"
+    uneven = kind.startswith(("gather", "scatter", "alltoall"))  # sizes may differ between ranks
+    return kind if uneven else f"{kind} of {elements} elements"
 
 
 def last_calls(group: str, records: dict[int, Record]) -> Iterator[Rank]:
@@ -405,12 +383,13 @@ def last_calls(group: str, records: dict[int, Record]) -> Iterator[Rank]:
     calls = [each.calls[number] for each in records.values() if number in each.calls]
     # A rank whose own record has lost this call gets the others' kind and size.
     lost = [calls[0][0] if calls else "a call", UNKNOWN]
-    on_host = [*range(max(records) + 1)] if group == "0" else []
+    size = max(max(records) + 1, *(each.ranks for each in records.values()))
     for rank, record in records.items():
-        last = Rank(f"process group {group}", rank, on_host)
+        last = Rank(f"process group {group}", rank, [*range(size)] if group == "0" else [])
         if record.enqueued >= number:
             call, line = record.calls.get(number, lost)
-            yield last._replace(waits_in=f"collective {number}, {call}", place=line)
+            waits_in = call if number == UNNUMBERED else f"collective {number}, {call}"
+            yield last._replace(waits_in=waits_in, place=line)
         else:
             before = f"has not called collective {number}; its last was {record.enqueued}"
             place = ", ".join(record.calls.get(record.enqueued, [UNKNOWN]))

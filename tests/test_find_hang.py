@@ -10,6 +10,20 @@ from slurm_cluster import Job
 
 FIND_HANG = [sys.executable, SCRIPTS / "find_hang.py"]
 LOGS = ROOT / "tests" / "hang_logs"  # two NCCL ranks on an H200, PyTorch 2.11, 2026-11-26
+# What a rank of nccl2, the "nccl" of PyTorch 2.15, logs if its call times out, or another rank has
+# aborted. We made both from the texts in PyTorch's source, not from a run.
+NCCL2 = """\
+[rank{0}]:[E901 10:00:15.000000001 WorkNCCL.cpp:1] [TC][rank={0}][name=0] Operation timed out \
+after 15034 ms
+[rank{0}]:[E901 10:00:15.000000002 FlightRecorderHook.cpp:1] FlightRecorderHook: dumping trace on \
+collective failure
+[rank{0}]:[E901 10:00:15.000000003 ProcessGroupNCCL.cpp:1] [TC][rank={0}][name=0] Aborting process \
+on rank {0} due to timeout - timeout watchdog detected operation timeout
+"""
+NCCL2_LOST = """\
+[rank{0}]:[E901 10:00:14.500000001 ProcessGroupNCCLUtils.cpp:1] [TC][rank={0}][name=0] nccl hit \
+async error on rank {0}: remote process exited or there was a network error
+"""
 FREEZE = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -59,7 +73,7 @@ def test_the_logs_of_a_real_gpu(log, code, says, tmp_path):
     assert says in verdict and verdict.startswith("no verdict" if code else "verdict")
 
 
-def dump(folder, rank, *calls, completed=0, size=8):
+def dump(folder, rank, *calls, completed=0, size=8, backend="nccl", ranks="[]"):
     """Write a dump as NCCL does, after these calls."""
     frame = {"name": "main", "filename": "/home/me/train.py", "line": 7}
     entries = [
@@ -67,14 +81,16 @@ def dump(folder, rank, *calls, completed=0, size=8):
             "process_group": ("0", "default_pg"),
             "retired": number <= completed,
             "collective_seq_id": number,
-            "profiling_name": f"nccl:{kind}",
-            "input_sizes": [[size]],
+            "profiling_name": f"{backend}:{kind}",
+            "input_sizes": [[size]] if kind != "barrier" else [],
             "frames": [frame],
             "is_p2p": False,
         }
         for number, kind in enumerate(calls, 1)
     ]
-    (folder / f"rank_{rank}").write_bytes(pickle.dumps({"entries": entries}, protocol=2))
+    group = {"name": "0", "desc": "default_pg", "ranks": ranks}
+    dumped = {"entries": entries, "pg_config": {"0": group}}
+    (folder / f"rank_{rank}").write_bytes(pickle.dumps(dumped, protocol=2))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +118,45 @@ def test_dumps(calls, says, tmp_path):
     assert ended.code == 0 and verdict.startswith("verdict: ") and says in verdict
 
 
+@pytest.mark.parametrize(
+    ("log", "code", "says"),
+    [
+        (NCCL2.format(0) + NCCL2.format(2), 0, "wait for rank 1, which left no process, log or"),
+        (NCCL2.format(0) + NCCL2.format(1), 1, "of 2 ranks, we only know that they failed"),
+        # Rank 1 may have waited, too, for less than the timeout.
+        (NCCL2.format(0) + NCCL2_LOST.format(1) + NCCL2.format(2), 1, "of 3 ranks, we only know"),
+    ],
+)
+def test_the_log_of_nccl2_names_no_call(log, code, says, tmp_path):
+    (tmp_path / "log").write_text(log)
+    ended = run(*FIND_HANG, "log", cwd=tmp_path)
+    assert "rank 0 waits in a collective that its log does not name" in ended.stdout
+    assert ended.code == code and says in ended.stdout
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_dumps_of_nccl2_list_the_rank_that_left_none(late, tmp_path):
+    """The rank that is late has nothing that could time out, so it writes no log and no dump."""
+    waiting = [rank for rank in range(3) if rank != late]
+    (tmp_path / "log").write_text("".join(map(NCCL2.format, waiting)))
+    for rank in waiting:
+        calls = ["all_reduce", "barrier", "all_reduce"]
+        dump(tmp_path, rank, *calls, completed=2, backend="nccl2", ranks="[0, 1, 2]")
+    ended = run(*FIND_HANG, tmp_path, cwd=tmp_path)
+    assert ended.code == 0 and "waits in collective 3, allreduce of 8 elements" in ended.stdout
+    assert f"wait for rank {late}, which left no process, log or dump" in ended.stdout
+
+
+def test_a_rank_of_nccl2_without_a_dump_waits_in_the_others_call(tmp_path):
+    (tmp_path / "log").write_text(NCCL2.format(2))
+    for rank, count in ((0, 3), (1, 2)):
+        dump(tmp_path, rank, *["all_reduce"] * count, completed=2, backend="nccl2")
+    (verdict,) = verdicts(run(*FIND_HANG, tmp_path, cwd=tmp_path).stdout)
+    assert "the others wait for rank 1, which has not called collective 3" in verdict
+
+
 def test_sizes_may_differ_in_a_scatter_but_not_in_a_broadcast(tmp_path):
-    for kind, code in (("scatter", 1), ("broadcast", 0)):
+    for kind, code in (("scatter", 1), ("all_to_all_single", 1), ("broadcast", 0)):
         for rank in range(3):
             dump(tmp_path, rank, kind, size=8 * (rank == 0))
         assert run(*FIND_HANG, tmp_path, cwd=tmp_path).code == code
@@ -121,7 +174,7 @@ def test_a_dump_cannot_run_code(tmp_path):
     [
         ("rank_0", pickle.dumps({"entries": []})[:-3], "rank_0 is not a complete dump"),
         ("rank_0", pickle.dumps([]), "rank_0 is not a complete dump"),
-        ("dump", pickle.dumps({"entries": []}), "the name of dump does not end with a rank"),
+        ("dump", pickle.dumps({"entries": []}), "dump is not a complete dump of a rank"),
         ("no_file", None, "error: no_file does not exist"),
     ],
 )
@@ -148,12 +201,13 @@ def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
 @pytest.mark.full
 def test_hangs_on_purpose(tmp_path):
     """A part of `make test-hangs`."""
-    cases = ["frozen_read", "endless_loop", "stopped_worker", "swallowed_exception", "straggler"]
+    cases = ["frozen_read", "endless_loop", "stopped_worker", "functional", "handler_validation"]
+    cases += ["swallowed_exception", "straggler"]
     drill = ROOT / "drill" / "hangs.py"
     ended = run(sys.executable, drill, "--rounds", "1", "--only", *cases, cwd=tmp_path)
     assert ended.code == 0, ended.stdout
     rows = [re.findall(r"\d+", line) for line in ended.stdout.splitlines()[-3:]]
-    alone, together, healthy = ["3", "3", "3", "3", "0"], ["1", "1", "1", "1", "0"], ["1"] * 3
+    alone, together, healthy = ["5", "5", "5", "5", "0"], ["1", "1", "1", "1", "0"], ["1"] * 3
     assert rows == [alone, together, [*healthy, "0"]], ended.stdout
 
 

@@ -8,13 +8,14 @@ import ast
 import mmap
 import pickle
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from fences import pages
-from harness import ROOT
+from harness import ROOT, run
 from torch._C._distributed_c10d import _dump_fr_trace
 
 import ddp_ref
@@ -61,8 +62,7 @@ IN_TORCH = {
     "Unexpected bus error encountered in worker": "lib/libtorch_python.so",
     "TORCH_FR_BUFFER_SIZE": "lib/libtorch_cpu.so",
     "TORCH_FR_DUMP_TEMP_FILE": "lib/libtorch_cpu.so",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "lib/libtorch_cpu.so",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "lib/libtorch_cpu.so",
+    "terminate called without an active exception": None,  # the C++ runtime's
 }
 # Only CUDA builds have these, in the libraries of torch, of NCCL and of the CUDA runtime. We found
 # all by hand in torch 2.13.0 for CUDA 13, nvidia-nccl-cu13 2.29.7 and nvidia-cuda-runtime 13.0.96.
@@ -96,6 +96,12 @@ IN_CUDA_BUILDS = {
     "via P2P": NCCL,
     "via SHM": NCCL,
 }
+# CUDA builds since 2.14 have these of nccl2. We found all by hand in torch 2.14.1 for CUDA 13.
+IN_NCCL2 = {
+    "Operation timed out after": TORCH_CUDA,
+    "Aborting process on rank": TORCH_CUDA,
+    "nccl hit async error on rank": TORCH_CUDA,
+}
 OURS = [
     "did not arrive",
     "start one rank per GPU",
@@ -122,6 +128,7 @@ WITHOUT_HEADING = {
     "marked as ready twice",
     "Unexpected bus error encountered in worker",
     "NCCL does not support all_reduce with sparse tensors",
+    "terminate called without an active exception",
 }
 
 
@@ -138,7 +145,7 @@ def is_title(message: str) -> bool:
 
 def test_every_message_is_in_the_docs_and_has_a_heading():
     texts = [page.read_text() for page in pages()]
-    for message in [*IN_TORCH, *IN_CUDA_BUILDS, *OURS]:
+    for message in [*IN_TORCH, *IN_CUDA_BUILDS, *IN_NCCL2, *OURS]:
         assert any(message in text for text in texts), message
         assert is_title(message) or message in HANGS or message in WITHOUT_HEADING, message
 
@@ -148,7 +155,7 @@ def test_every_message_that_has_a_heading_is_checked():
     # The first is Python's error for a variable that is not set, the second one of Python's files,
     # the third argparse's, and the fourth a file of Linux.
     of_python = {"KeyError: 'LOCAL_RANK'", "popen_fork.py", "ambiguous option", "ptrace_scope"}
-    known = {*IN_TORCH, *IN_CUDA_BUILDS, *OURS, *of_python, "ddp_ref"}
+    known = {*IN_TORCH, *IN_CUDA_BUILDS, *IN_NCCL2, *OURS, *of_python, "ddp_ref"}
     assert [text for text in QUOTED if not any(message in text for message in known)] == []
 
 
@@ -158,7 +165,9 @@ def test_the_installed_torch_has_its_messages():
 
 
 def test_the_cuda_build_has_its_messages():
-    installed = {message: list(TORCH.parent.glob(name)) for message, name in IN_CUDA_BUILDS.items()}
+    has_nccl2 = torch.__version__ >= "2.14"  # compares versions, not letters
+    messages = IN_CUDA_BUILDS | (IN_NCCL2 if has_nccl2 else {})
+    installed = {message: list(TORCH.parent.glob(name)) for message, name in messages.items()}
     if not all(installed.values()):  # the fake GPU has torch's, but not NVIDIA's
         pytest.skip("only CUDA builds of torch, with NVIDIA's libraries, have these messages")
     missing = [m for m, files in installed.items() if not any(in_file(file, m) for file in files)]
@@ -185,3 +194,31 @@ def test_the_defaults_of_the_flight_recorder():
     (status,) = (s for s in recorded["pg_status"].values() if s["last_enqueued_collective"] > 2_000)
     assert len(recorded["entries"]) == 2_000
     assert status["last_completed_collective"] > 2_000  # a thread updates it a little later
+
+
+# torchrun's heartbeat uses the store once per second at most. Here it always does, so that Ctrl-C
+# finds it there.
+INTERRUPTED = """
+import os
+import signal
+import threading
+from datetime import timedelta
+
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.run import main
+
+timer, holder = dynamic_rendezvous._PeriodicTimer, dynamic_rendezvous._BackendRendezvousStateHolder
+dynamic_rendezvous._PeriodicTimer = lambda _, *args: timer(timedelta(0), *args)
+holder.__init__.__defaults__ = (0,)  # for how long it would remember what it has read
+threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
+main(["--standalone", "--no-python", "sleep", "60"])
+"""
+
+
+def test_torchrun_aborts_if_ctrl_c_meets_its_heartbeat(tmp_path):
+    """This is torchrun's own thread, not the one of the page. Most attempts abort, not all."""
+    for _ in range(5):
+        ended = run(sys.executable, "-c", INTERRUPTED, cwd=tmp_path)
+        if ended.code == -6:
+            break
+    assert ended.code == -6 and "terminate called without an active exception" in ended.stderr

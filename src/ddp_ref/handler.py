@@ -77,8 +77,8 @@ class Handler:
         run_dir: A folder for history.csv and for a checkpoint per epoch, unless `callbacks` has a
             Checkpoint with its own folder.
         ddp_options: Keywords of DistributedDataParallel, such as `find_unused_parameters`.
-            With `broadcast_buffers=False`, each rank evaluates with its own buffers, and
-            checkpoints contain rank 0's.
+            With `forward_sync_buffers=False` (before torch 2.13, `broadcast_buffers=False`), each
+            rank evaluates with its own buffers, and checkpoints contain rank 0's.
         log: Called on rank 0 with each line, such as an epoch's results.
 
     Raises:

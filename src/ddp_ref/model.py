@@ -94,7 +94,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 
     BatchNorm's buffers differ between ranks, because each rank has seen its own samples. So the
     ranks first copy rank 0's, as DDP does in each training step, except those that
-    `broadcast_buffers=False` or DDP's ignore list leaves to each rank.
+    `forward_sync_buffers=False` or DDP's ignore list leaves to each rank.
     """
     use_device(device)
     ddp: Any = model if isinstance(model, DistributedDataParallel) else None
