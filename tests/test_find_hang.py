@@ -11,18 +11,16 @@ from slurm_cluster import Job
 FIND_HANG = [sys.executable, SCRIPTS / "find_hang.py"]
 LOGS = ROOT / "tests" / "hang_logs"  # two NCCL ranks on an H200, PyTorch 2.11, 2026-11-26
 # What a rank of nccl2, the "nccl" of PyTorch 2.15, logs if its call times out, or another rank has
-# aborted. We made both from the texts in PyTorch's source, not from a run.
+# aborted. PyTorch 2.14.1 logged it on the fake GPU; NCCL's words for the error are from an H200.
 NCCL2 = """\
-[rank{0}]:[E901 10:00:15.000000001 WorkNCCL.cpp:1] [TC][rank={0}][name=0] Operation timed out \
+[rank{0}]:[E1129 21:22:49.505341179 WorkNCCL.cpp:192] [TC][rank={0}][name=0] Operation timed out \
 after 15034 ms
-[rank{0}]:[E901 10:00:15.000000002 FlightRecorderHook.cpp:1] FlightRecorderHook: dumping trace on \
-collective failure
-[rank{0}]:[E901 10:00:15.000000003 ProcessGroupNCCL.cpp:1] [TC][rank={0}][name=0] Aborting process \
-on rank {0} due to timeout - timeout watchdog detected operation timeout
+[rank{0}]:[E1129 21:22:49.505505206 ProcessGroupNCCL.cpp:626] [TC][rank={0}][name=0] Aborting \
+process on rank {0} due to timeout - timeout watchdog detected operation timeout
 """
 NCCL2_LOST = """\
-[rank{0}]:[E901 10:00:14.500000001 ProcessGroupNCCLUtils.cpp:1] [TC][rank={0}][name=0] nccl hit \
-async error on rank {0}: remote process exited or there was a network error
+[rank{0}]:[E1129 21:23:27.804070510 ProcessGroupNCCLUtils.cpp:315] [TC][rank={0}][name=0] \
+nccl hit async error on rank {0}: remote process exited or there was a network error
 """
 FREEZE = """
 import os, sys, time
