@@ -289,8 +289,10 @@ def measure_step(bucket_mib):
     replica = DDP(deepcopy(plain), bucket_cap_mb=bucket_mib)
     models = {model: torch.optim.SGD(model.parameters(), lr=1e-3) for model in (plain, replica)}
 
+    def loss_of(model):
+        return model(inputs).square().mean()
+
     def times():
-        loss_of = lambda model: model(inputs).square().mean()  # noqa: E731
         return [time_step(each, loss_of, model) for model, each in models.items()]
 
     for _ in range(3):  # DDP arranges its buckets, and memory is allocated

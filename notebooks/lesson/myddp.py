@@ -93,7 +93,7 @@ def solutions() -> dict[str, str]:
 
 def keep(function: Callable[..., Any]) -> None:
     """Write one of the reader's functions, which is right, into `myddp.py`."""
-    cell, kept = _cell_of(function), KEPT.read_text() if KEPT.exists() else ""
+    cell, kept = _cell_of(function), _kept()
     own = {  # with helpers of the same cell
         name: code
         for name, code in definitions(cell).items()
@@ -105,7 +105,7 @@ def keep(function: Callable[..., Any]) -> None:
 
 def source() -> str:
     """Return the reader's file, with solutions for what is missing."""
-    kept = KEPT.read_text() if KEPT.exists() else ""
+    kept = _kept()
     return _file(solutions() | definitions(kept), imports(kept))
 
 
@@ -115,6 +115,10 @@ def load(**functions: Any) -> SimpleNamespace:
     exec(compile(source(), "myddp.py", "exec"), names)
     names |= functions
     return SimpleNamespace(**names)
+
+
+def _kept() -> str:
+    return KEPT.read_text() if KEPT.exists() else ""
 
 
 def _file(known: dict[str, str], imported: list[str]) -> str:
