@@ -5,6 +5,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import warm_shell
 import warm_start
 from fences import SybilFailure, pages, run_page
 from xdist.remote import Producer
@@ -19,9 +20,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start the template that the processes of the tests are forked from."""
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
         warm_start.install()
+        warm_shell.serve()
 
 
 def pytest_unconfigure() -> None:
+    warm_shell.stop()
     warm_start.uninstall()
 
 

@@ -90,6 +90,7 @@ def with_handler(batch: int, model: nn.Module, data: TensorDataset, tick: Tick) 
         precision="bf16" if device.type == "cuda" else "fp32",
         device=device,
         use_distributed=True,
+        log=lambda _: None,
     )
     handler.set_train_loader(data, batch)
     handler.train(1)

@@ -117,8 +117,9 @@ def run(part: Part) -> tuple[str, int]:
         lines = file.read().strip().splitlines()
     failed = result != "passed"
     shown = lines[-(SHOWN_OF_A_FAILURE if failed else part.lines) :]
-    if failed or not any(line.startswith("|") for line in shown):  # no table
-        shown = [f"    {line}" for line in shown]
+    tables = [index for index, line in enumerate(shown) if line.startswith("|")]
+    whole = failed or not tables  # otherwise without the lines of progress above the tables
+    shown = [f"    {line}" for line in shown] if whole else shown[tables[0] :]
     return "\n".join([f"{time.monotonic() - start:.0f} s, {result}.", "", *shown]), int(failed)
 
 

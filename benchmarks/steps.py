@@ -161,6 +161,7 @@ def handler(model: nn.Module, data: Dataset[Any], tick: Tick) -> None:
         callbacks=[Ticks(tick)],
         device=next(model.parameters()).device,
         use_distributed=True,
+        log=lambda _: None,
     )
     made.set_train_loader(data, BATCH)
     made.train(1)

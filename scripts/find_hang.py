@@ -53,7 +53,7 @@ TIMED_OUT = re.compile(r"caught collective operation timeout.*OpType=(\w+), Nume
 IN_NCCL2 = re.compile(r"\[TC\].*\[name=(.+?)\] (Operation timed out|nccl hit async error)")
 UNNUMBERED, UNNAMED = sys.maxsize, "a collective that its log does not name"
 STATUS = re.compile(r"PG GUID (\w+).* enqueued.*? work: (-?\d+).* completed.*? work: (-?\d+)")
-UNKNOWN = "a line that was not recorded"
+UNKNOWN = "no Python line was recorded (DDP's backward has none)"
 PY_SPY = shutil.which(Path(sys.executable).with_name("py-spy")) or shutil.which("py-spy")
 NO_PERMISSION = "run as root, give the container SYS_PTRACE, or pass logs and dumps instead"
 Frames = list[dict[str, Any]]  # a Python stack, innermost function first

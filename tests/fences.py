@@ -21,6 +21,7 @@ from harness import ROOT, Running, run
 from sybil import Document, Example, Region
 from sybil.example import SybilFailure
 from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
+from warm_shell import FOLDER
 
 NOT_EXECUTED = ROOT / "tests" / "not_executed.md"
 LEXER = RawFencedCodeBlockLexer(re.compile(r"(?P<language>[^\n]*)\n"))
@@ -152,8 +153,9 @@ class Session:
         for name in PROJECT:
             (self.folder / name).symlink_to(ROOT / name)
         (self.folder / ".venv").symlink_to(sys.prefix)
+        own = str(Path(sys.prefix, "bin"))
         self.environment = {
-            "PATH": f"{Path(sys.prefix, 'bin')}{os.pathsep}{os.environ['PATH']}",
+            "PATH": os.pathsep.join([os.environ.get(FOLDER, own), own, os.environ["PATH"]]),
             "CUDA_VISIBLE_DEVICES": "",  # the same output on every machine
             "MPLBACKEND": "agg",
         }

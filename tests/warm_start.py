@@ -57,6 +57,11 @@ HANDLED |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}  # torchrun reads it when it m
 HANDLED |= {"TORCH_CPP_LOG_LEVEL"}  # a fork keeps the template's: that is only about warnings
 HANDLED |= {"PYTHON"}  # only the Makefile reads it
 
+# Puts the commands of warm_shell.py first again, after `%load_ext lesson` has changed PATH.
+COMMANDS = "DDP_TEST_COMMANDS"
+BEFORE_EACH_CELL = f"""get_ipython().events.register("pre_run_cell", lambda _: __import__("os").\
+environ.update(PATH=__import__("os").path.expandvars("${COMMANDS}:$PATH")))"""
+
 SPACE = "_" * 2**14  # pads the template's arguments and environment, see `_show_to_others`
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 MESSAGE_SIZE = 2**17  # bytes of a request, which must fit into the socket's buffer
@@ -206,6 +211,11 @@ def _spawn(path: Any, command: list[Any], descriptors: Any) -> int:
     return _fresh_spawn(path, command, descriptors)
 
 
+def fork(start: Start, descriptors: list[int]) -> int | None:
+    """Fork a process that warm_shell.py was asked for. Return its pid; None: start it fresh."""
+    return None if _template is None else _template.start(start, descriptors)
+
+
 def _ignored_signals() -> list[int]:
     """Return the signals that are ignored here: children inherit that.
 
@@ -246,6 +256,8 @@ def _use(template: Template) -> None:
     global _template
     _template = template
     subprocess.Popen = Popen  # type: ignore[misc]
+    if kernels := sys.modules.get("jupyter_client.launcher"):  # nbval has imported it already
+        kernels.Popen = Popen  # type: ignore[attr-defined]
     util.spawnv_passfds = _spawn
 
 
@@ -388,6 +400,8 @@ def run(arguments: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
+    if arguments[:2] == ["-m", "ipykernel_launcher"] and COMMANDS in os.environ:
+        arguments.append(f"--IPKernelApp.exec_lines={BEFORE_EACH_CELL}")
     if arguments[0] == "-m":
         sys.argv = ["-m", *arguments[2:]]
         sys.path.insert(0, str(Path.cwd()))
