@@ -1,9 +1,9 @@
 """Hit scripts/elastic.py with random faults, and compare samples and weights with a plain loop.
 
-python drill/elastic_drill.py --rounds 20 --seed 0 [--variant unused] [--faults "kill" "join"]
+python drill/elastic_drill.py --rounds 20 --seed 0
 
 A round starts the real launcher and more workers with `--join`. Faults hit them at random moments,
-until the training ends. Every step must have read exactly its batch, no step that is done may be
+until the training ends. The variants of elastic_job.py take turns. Every step must have read exactly its batch, no step that is done may be
 lost, and all workers must end with the weights of a loop without DDP.
 """
 
@@ -56,6 +56,7 @@ MOMENTS = {  # at which a worker dies
     "kill in the take-over": TAKE_OVER,
 }
 BATCH, EPOCH = 96, 15
+STEPS = 500  # of a round
 LIMIT = 120  # seconds for a round
 # The most seconds from a death to the next step: TIMEOUT + 2, and if no worker is frozen. (In the
 # variant "unused", destroying the group sometimes waits for a thread of gloo, until the timeout.)
@@ -78,14 +79,11 @@ class Result(NamedTuple):
     wrong: list[str]
     difference: float  # the largest of a weight
     times: dict[str, list[float]]  # from a death to the next step
-    groups: int
 
 
 class Round:
-    def __init__(
-        self, folder: Path, seed: int, steps: int, pace: float, variant: str, job: Path
-    ) -> None:
-        self.folder, self.steps, self.job, self.variant = folder, steps, job, variant
+    def __init__(self, folder: Path, seed: int, steps: int, pace: float, variant: str) -> None:
+        self.folder, self.steps, self.variant = folder, steps, variant
         self.random = Random(f"{seed} {variant}")
         self.port = free_port()
         self.environment = {"ELASTIC_TOKEN": f"secret{seed}", VARIABLE: json.dumps([variant, pace])}
@@ -105,11 +103,11 @@ class Round:
             pids = re.findall(r"\d+", printed.partition("workers:")[2].partition("\n")[0])
             self.workers.update({int(pid): None for pid in pids})
             wait_until(self.rank_0)
-            while len(happened) < number:
+            for fault in self.random.sample(faults, number):
                 self.sleep(self.random.random() * 2)
                 if self.over():
                     break
-                happened.append(self.happen(self.random.choice(faults)))
+                happened.append(self.happen(fault))
             while self.stopped:
                 self.sleep(0.1)
             self.launchers[-1].wait(LIMIT)
@@ -130,7 +128,7 @@ class Round:
         self.launchers.append(self.start("--nproc", str(nproc), "--port", str(self.port)))
 
     def start(self, *flags: str) -> Running:
-        command: list[str | Path] = [sys.executable, self.job, "--steps", str(self.steps), *flags]
+        command: list[str | Path] = [sys.executable, JOB, "--steps", str(self.steps), *flags]
         return self.stack.enter_context(Running(*command, cwd=self.folder, env=self.environment))
 
     def join(self) -> int:
@@ -302,7 +300,7 @@ class Round:
         if self.variant != "unused":
             late += [t for t in times.get("alone", []) if BOUND > t > BOUND_ALONE]
         wrong += [f"{t:.2f} s from a death to the next step" for t in late]
-        return Result([], wrong, difference, times, len({r.group for r in records}))
+        return Result([], wrong, difference, times)
 
 
 def check_steps(records: Sequence[Record], batches: list[list[int]]) -> list[str]:
@@ -387,14 +385,13 @@ def run_round(
     *,
     variant: str = "plain",
     pace: float = 0.01,
-    job: Path = JOB,
 ) -> Result:
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
-        this = Round(Path(folder), seed, len(plain[0]), pace, variant, job)
+        this = Round(Path(folder), seed, len(plain[0]), pace, variant)
         try:
             happened = this.run(faults, number)
         except AssertionError as error:
-            return Result([], [str(error)], 0.0, {}, 0)
+            return Result([], [str(error)], 0.0, {})
         finally:
             reap_strays()
         return this.check(*plain)._replace(faults=happened)
@@ -425,30 +422,18 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0, help="of the first round (0)")
-    parser.add_argument("--steps", type=int, default=500, help="of each round (500)")
-    parser.add_argument("--number", type=int, default=5, help="faults in each round (5)")
-    parser.add_argument("--pace", type=float, default=0.01, help="seconds that a step takes (0.01)")
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT")
-    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["plain"])
     args = parser.parse_args()
     warm_start: Any = importlib.import_module("warm_start")  # of the tests: it starts faster
     warm_start.install()
-    plain = train_plainly(args.steps)
+    plain = train_plainly(STEPS)
     results, times = [], {}  # type: ignore[var-annotated]
     for seed in range(args.seed, args.seed + args.rounds):
-        variant = args.variant[seed % len(args.variant)]
-        result = run_round(seed, plain, args.faults, args.number, variant=variant, pace=args.pace)
+        variant = [*VARIANTS][seed % len(VARIANTS)]
+        result = run_round(seed, plain, variant=variant)
         results.append(result)
         for kind, values in result.times.items():
             times.setdefault(kind, []).extend(values)
-        took = [f"{kind} {value:.2f}" for kind, values in result.times.items() for value in values]
-        print(
-            f"{seed} {variant} | {result.groups} groups",
-            *result.faults,
-            *took,
-            sep=" | ",
-            flush=True,
-        )
+        print(f"{seed} {variant}", *result.faults, sep=" | ", flush=True)
         for line in result.wrong:
             print(f"  WRONG: {line}", flush=True)
     faults = sum(len(result.faults) for result in results)

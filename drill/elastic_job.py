@@ -78,7 +78,6 @@ class Logged(elastic.Worker):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _next_group(self) -> Any:
-        self.write("waits")
         if claims(ROLL_CALL):
             self.die()
         return super()._next_group()
@@ -90,7 +89,6 @@ class Logged(elastic.Worker):
         if rank == 0 and claims(TAKE_OVER):
             self._die_after_a_broadcast()
         super()._open_group(group, rank, world, port)
-        self.write("opened", rank, world)
 
     def _die_after_a_broadcast(self) -> None:
         """Die when a part of the state is on its way, but not all of it."""
@@ -111,16 +109,10 @@ class Logged(elastic.Worker):
         self.differentiate(model, rank, world)
         # As if the last bucket had not arrived here, while it has arrived elsewhere.
         if claims(HALF) or (rank == 0 and claims(HALF_OF_0)):
-            self.write("fails")
             raise RuntimeError("the drill lets this step fail here, as if gloo had")
 
     def differentiate(self, model: nn.Module, rank: int, world: int) -> None:
         super().backward(model, rank, world)
-
-    def _close_group(self) -> None:
-        self.write("closes")
-        super()._close_group()
-        self.write("closed")
 
     def train(self) -> None:
         super().train()
@@ -131,21 +123,21 @@ def plain(worker: Logged) -> None:
     """The script as it is."""
 
 
-def buckets(worker: Logged) -> None:
+def use_buckets() -> None:
     """Each layer has a bucket of its own, so that a step has several collectives."""
     elastic.DDP = functools.partial(elastic.DDP, bucket_cap_mb=0.01)  # type: ignore
 
 
 def unused(worker: Logged) -> None:
     """DDP looks for parameters without a gradient, and there is one."""
-    buckets(worker)
+    use_buckets()
     elastic.DDP = functools.partial(elastic.DDP, find_unused_parameters=True)  # type: ignore
     worker.model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
 
 
 def no_sync(worker: Logged) -> None:
     """Two microbatches per step; DDP averages the gradients after the second one."""
-    buckets(worker)
+    use_buckets()
 
     def differentiate(model: Any, rank: int, world: int) -> None:
         with model.no_sync():
@@ -184,7 +176,7 @@ def forked(worker: Logged) -> None:
     worker.differentiate = fork_first  # type: ignore
 
 
-VARIANTS = {each.__name__: each for each in (plain, buckets, unused, no_sync, batch_norm, forked)}
+VARIANTS = {each.__name__: each for each in (plain, unused, no_sync, batch_norm, forked)}
 
 if __name__ == "__main__":
     sys.exit(elastic.main(Logged))
