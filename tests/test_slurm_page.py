@@ -5,6 +5,7 @@ import re
 import pytest
 from harness import ROOT, SCRIPTS, run
 from slurm_cluster import project_folder
+from test_differences import functions_in
 
 PAGE = (ROOT / "docs" / "slurm.md").read_text()
 
@@ -18,6 +19,15 @@ def test_the_included_lines_are_in_every_template():
         part = rf"^ *{re.escape(first)}.*?^ *{re.escape(last)}.*?$"
         matches = [re.findall(part, text, re.DOTALL | re.MULTILINE) for text in templates]
         assert len(matches[0]) == 1 and matches[0] == matches[1] == matches[2], first
+    for text in templates:  # Slurm ignores a directive below the first command
+        head, _, body = text.partition("\nPYTHON=")
+        assert "#SBATCH --time" in head and "#SBATCH" not in body
+
+
+def test_the_rows_name_tests_that_exist():
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", PAGE)
+    assert len(named) >= 10
+    assert [name for file, name in named if name not in functions_in(file)] == []
 
 
 @pytest.mark.slurm
