@@ -54,23 +54,6 @@ def test_two_ups_at_once_and_down_in_the_middle_of_a_job(tmp_path):
     assert not [words for words in commands if own.name in " ".join(words)]
 
 
-def test_a_machine_that_mounts_run_with_noexec():
-    """Debian mounts /run with noexec. The umask is that of a careful administrator."""
-    own = Cluster()
-    script = f"""
-        umask 077
-        mount -t tmpfs -o nosuid,nodev,noexec none /run
-        {LOCAL_CLUSTER} up || exit
-        export SLURM_CONF={own.state}/slurm.conf
-        cd "$(mktemp -d)"
-        sbatch --wait --output=log --wrap "echo ran"; cat log
-        {LOCAL_CLUSTER} down
-        find /run -name '*cluster*' """
-    ended = run_unwatched("unshare", "--mount", "bash", "-c", script, env=own.names)
-    assert ended.code == 0, ended.stderr
-    assert "\nran\n" in ended.stdout and ended.stdout.splitlines()[-1].startswith(own.name)
-
-
 def test_an_up_that_cannot_be_leaves_nothing_behind_and_others_alone(cluster):
     """The first two want another cluster's network and an interface's name; the last is wrong."""
     second, third, last = Cluster(), Cluster(), Cluster()
