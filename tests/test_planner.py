@@ -1,22 +1,13 @@
-"""The page "Plan a run": its formulas, the page in a browser, and a prediction of a real run."""
+"""The page "Plan a run": its formulas, and the page in a browser."""
 
 import inspect
 import itertools
 import re
-from copy import deepcopy
 from math import isclose
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 from harness import ROOT
 from lesson import cost_model, palette
-from lesson.prediction import time_all_reduces, time_step
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-from ddp_ref import run_ranks
 
 pytestmark = pytest.mark.site
 MODEL = ROOT / "docs" / "planner" / "model.js"
@@ -196,13 +187,6 @@ def test_inputs_change_the_outputs(planner):
     assert row(planner, "DDP")[1] == "0 kB"
 
 
-def test_times_have_a_unit_that_suits_them(planner):
-    field(planner, "Start from").select_option("8 GPUs with NVLink")
-    for forward, shown in [("17000", "17 s"), ("0.9", "17.4 ms"), ("0", "16.5 ms")]:
-        field(planner, "Forward and optimizer step (ms)").fill(forward)
-        assert fact(planner, "step") == shown
-
-
 def test_the_timeline_shows_what_stays_exposed(planner):
     """The orange bars end where the step ends, and the gray bar is the time after backward."""
     field(planner, "Start from").select_option("4 nodes at 25 Gb/s")
@@ -272,51 +256,3 @@ def test_the_page_states_the_prediction_of_its_preset(planner):
         shown = float(fact(planner, "step").removesuffix(" ms"))
         assert shown == pytest.approx(float(predicted), rel=0.03)  # its inputs are rounded
         assert round(100 * (float(predicted) / float(measured) - 1)) == int(error)
-
-
-def measure_step(bucket_mib):
-    """Return the arguments of `predict_step` by name, and the "measured" seconds of DDP's step.
-
-    While a rank computes, the other one computes as well, with DDP and without it. The fastest of
-    200 steps counts, because other programs can only make a step slower.
-    """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    size, seconds = np.array([*time_all_reduces([2**k for k in range(10, 26)]).items()]).T
-    per_byte, latency = np.polyfit(size, seconds, 1, w=1 / seconds)  # for two ranks
-    layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512, bias=False), nn.ReLU())]
-    plain, inputs = nn.Sequential(*layers), torch.randn(64, 512)
-    replica = DDP(deepcopy(plain), bucket_cap_mb=bucket_mib)
-    models = {model: torch.optim.SGD(model.parameters(), lr=1e-3) for model in (plain, replica)}
-
-    def loss_of(model):
-        return model(inputs).square().mean()
-
-    def times():
-        return [time_step(each, loss_of, model) for model, each in models.items()]
-
-    for _ in range(3):  # DDP arranges its buckets, and memory is allocated
-        times()
-    rounds = torch.tensor([times() for _ in range(200)])  # (200, model, part of the step)
-    dist.all_reduce(rounds, dist.ReduceOp.MAX)  # a step lasts as long as that of the slowest rank
-    (forward, backward), ddp = (min(own, key=sum) for own in rounds.transpose(0, 1).tolist())
-    payload = sum(weight.nbytes for weight in plain.parameters())
-    link = {"world_size": 2, "bandwidth": float(1 / per_byte), "latency": max(0.0, float(latency))}
-    step = {"forward": forward, "backward": backward, "payload": payload}
-    return step | {"bucket_bytes": bucket_mib * 2**20} | link | {"measured": sum(ddp)}
-
-
-@pytest.mark.parametrize("bucket_mib", [25.0, 1.0])
-def test_the_prediction_for_two_ranks_of_this_machine(model, bucket_mib, capsys):
-    """Other programs can spoil a run, so it gets five chances."""
-    for _ in range(5):
-        case = run_ranks(measure_step, bucket_mib, nproc=2)[0]
-        measured = case.pop("measured")
-        step = model.evaluate("values => costModel.predict_step(...values)", [*case.values()])
-        predicted = step["seconds"]
-        with capsys.disabled():
-            print(f"\n2 ranks, {step['buckets']} bucket(s): predicted {1e3 * predicted:.1f} ms, "
-                  f"measured {1e3 * measured:.1f} ms")  # fmt: skip
-        if 1 / 2 < predicted / measured < 2:
-            break
-    assert 1 / 2 < predicted / measured < 2

@@ -162,19 +162,7 @@ def test_it_plays_to_the_end_and_pauses(open_player):
     assert player.step() == "step 0 of 2"
 
 
-def test_players_on_a_page_are_independent(open_player):
-    four, three = played(), played(world_size=3)
-    outputs = [player_html(four), player_html(three), player_html(three)]
-    without_script = '<div class="ring-player"></div>'  # as in a notebook that is not trusted
-    html = "".join(f"<div>{output}</div>" for output in [without_script, *outputs])
-    player = open_player(number=2, html=html)
-    player.click("Next")
-    player.assert_shows(three, 1)
-    Player(player.page, 1).assert_shows(four, 0)
-    Player(player.page, 3).assert_shows(three, 0)
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "light")])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
 def test_the_player_is_readable(in_chapter, width, scheme):
     """It fits the screen, its texts are not cut off, and they differ from the background."""
     player = in_chapter(width=width, scheme=scheme)

@@ -21,8 +21,7 @@ def test_all_notebooks_and_pages_are_there(site):
     assert {str(source.relative_to(ROOT).with_suffix(".html")) for source in sources} <= {*site[0]}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("screen", SCREENS)
+@pytest.mark.parametrize(("screen", "scheme"), [("wide", "light"), ("narrow", "dark")])
 def test_every_page_loads_whole(site, browser, screen, scheme):
     pages, address, _ = site
     width, height = SCREENS[screen]

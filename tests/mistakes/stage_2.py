@@ -24,12 +24,6 @@ def saved_alone(model):
         dist.broadcast(tensor, src=0)
 
 
-def rank_0_alone(model):
-    if dist.get_rank() == 0:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
-
-
 def sums(model):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -92,7 +86,6 @@ MISTAKES = {
         (new_parameters, "the parameters are not rank 0's"),
         (parameters_alone, "not the buffers 1.running_mean, 1.running_var"),
         (saved_alone, "not the buffers 1.table"),
-        (rank_0_alone, "made that call"),
     ],
     "average_gradients": [
         (sums, "rank 0's gradient is the sum over the ranks"),

@@ -111,13 +111,6 @@ def keeps_the_gradients(model, optimizer, scaler, microbatches, loss_of, limit):
     finish(model, optimizer, scaler, limit)
 
 
-def leaves_without_tokens(model, optimizer, scaler, microbatches, loss_of, limit):
-    if own_count(microbatches):
-        backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
-        average_gradients(model)
-        finish(model, optimizer, scaler, limit)
-
-
 def skips_without_tokens(model, optimizer, scaler, microbatches, loss_of, limit):
     factor = factor_of(microbatches)
     for microbatch in microbatches:
@@ -148,7 +141,6 @@ MISTAKES = {
         (clips_before_the_mean, "clip its norm once, when the mean is complete"),
         (steps_at_once, "reached the weights"),
         (keeps_the_gradients, "a later one does not"),
-        (leaves_without_tokens, "that never made that call"),
         (skips_without_tokens, "your function raised"),
         (scales_the_gradients, "right up to rounding"),
     ],

@@ -108,32 +108,10 @@ class StartsOneAtMost(Right):
             self.start(self.buckets[len(self.started)])
 
 
-class NeverResets(Right):
-    def finish(self):
-        missing = self.missing
-        super().finish()
-        self.missing = missing
-
-
-class Adds(Right):
-    def write(self, bucket, flat):
-        super().write(bucket, flat * dist.get_world_size())
-
-
-class DividesByTwo(Right):
-    def write(self, bucket, flat):
-        super().write(bucket, flat * dist.get_world_size() / 2)
-
-
 class WaitsForAll(Right):
     def finish(self):
         super().finish()
         dist.barrier()
-
-
-class WritesNothing(Right):
-    def write(self, bucket, flat):
-        pass
 
 
 class Mixes(Right):
@@ -152,11 +130,7 @@ MISTAKES = {
         (WaitsInTheHook, "a hook waits for an all-reduce"),
         (SendsWhatIsComplete, "the ranks add gradients of different parameters"),
         (StartsOneAtMost, "how many others may have been waiting"),
-        (NeverResets, "a later one does not"),
-        (Adds, "is the sum over the ranks"),
         (WaitsForAll, "192, 0) bytes"),
-        (WritesNothing, "rank 0's gradient is this rank's own"),
-        (DividesByTwo, "half of the sum, but here are 3 ranks"),
         (Mixes, "is not the mean over the ranks, or not everywhere"),
     ],
 }

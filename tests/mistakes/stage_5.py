@@ -46,11 +46,6 @@ class TakesTheSum(Right):
         return super().mean() * self.ring.world_size
 
 
-class TakesItsOwn(Right):
-    def mean(self):
-        return self.gradients().tensor_split(self.ring.world_size)[self.ring.rank]
-
-
 class StepsEverything(Right):
     def make(self):
         self.shard = self.whole
@@ -73,30 +68,11 @@ class StepsACopy(Right):
         self.optimizer = torch.optim.AdamW([self.shard], lr=self.lr)
 
 
-class ForgetsItsState(Right):
-    def step(self):
-        self.make()
-        super().step()
-
-
 class KeepsGradients(Right):
     def step(self):
         zero_grad, self.model.zero_grad = self.model.zero_grad, lambda: None
         super().step()
         self.model.zero_grad = zero_grad
-
-
-class ReducesEverything(Right):
-    def mean(self):
-        dist.all_reduce(gradients := self.gradients())
-        chunks = gradients.tensor_split(self.ring.world_size)
-        return chunks[self.ring.rank] / self.ring.world_size
-
-
-class GathersWhereRank0Is(Right):
-    def gather(self):
-        if self.ring.rank == 0:
-            super().gather()
 
 
 class IgnoresItsRate(Right):
@@ -118,14 +94,10 @@ class OnlyEvenModels(Right):
 MISTAKES = {
     "ShardedAdam": [
         (TakesTheSum, "is the sum over the ranks"),
-        (TakesItsOwn, "is this rank's own"),
         (StepsEverything, "AdamW steps 115456 of"),
         (ForgetsToGather, "the ranks now hold different weights"),
         (StepsACopy, "AdamW steps a copy"),
-        (ForgetsItsState, "a later one does not"),
         (KeepsGradients, "Have you dropped the gradients?"),
-        (ReducesEverything, "sends 3.0 units, and 2.0 would do"),
-        (GathersWhereRank0Is, "a rank waited in a collective"),
         (IgnoresItsRate, "leads to other weights than PyTorch's"),
         (OnlyEvenModels, "AdamW steps 38485 of"),
     ]

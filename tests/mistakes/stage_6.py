@@ -33,26 +33,11 @@ class Sums(RightGather):
         return RightGather.backward(ctx, gradient) * dist.get_world_size()
 
 
-class TakesItsOwn(RightGather):
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.tensor_split(dist.get_world_size())[dist.get_rank()]
-
-
 class DoesNotScatter(RightGather):
     @staticmethod
     def backward(ctx, gradient):
         dist.all_reduce(gradient := gradient.clone())
         return gradient / dist.get_world_size()
-
-
-class AllReduces(RightGather):
-    @staticmethod
-    def backward(ctx, gradient):
-        dist.all_reduce(gradient := gradient.clone())
-        return (gradient / dist.get_world_size()).tensor_split(dist.get_world_size())[
-            dist.get_rank()
-        ]
 
 
 class ChangesItsGradient(RightGather):
@@ -119,14 +104,6 @@ class TakesChunk0(RightBlock):
         return whole.tensor_split(dist.get_world_size())[0]
 
 
-class ForgetsToPad(RightBlock):
-    def __init__(self, block):
-        nn.Module.__init__(self)
-        whole = nn.utils.parameters_to_vector(block.parameters()).detach()
-        self.shard = nn.Parameter(self.chunk(whole).clone())
-        self.keep(block)
-
-
 class DividesTwice(RightBlock):
     def __init__(self, block):
         super().__init__(block)
@@ -141,9 +118,7 @@ class GathersWithoutGradient(RightBlock):
 MISTAKES = {
     "Gather": [
         (Sums, "rank 0's gradient is the sum"),
-        (TakesItsOwn, "rank 0's gradient is this rank's own"),
         (DoesNotScatter, "invalid gradient"),
-        (AllReduces, "sends 1.0 and 2.0 units, and 1.0 and 1.0 would do"),
         (ChangesItsGradient, "clone it"),
         (GathersOwnTwice, "but you gather [0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 0.0, 1.0, 2.0]"),
     ],
@@ -152,7 +127,6 @@ MISTAKES = {
         (TrainsTheBlock, "only this rank's chunk may be an nn.Parameter"),
         (GathersOnce, "FSDP2 gathers again in backward"),
         (TakesChunk0, "the output is not that of the whole block"),
-        (ForgetsToPad, "tensors of different sizes"),
         (DividesTwice, "gradient is divided twice"),
         (GathersWithoutGradient, "gradient is missing"),
     ],
