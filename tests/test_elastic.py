@@ -142,7 +142,7 @@ def test_joiners_take_over_the_state_of_the_run(tmp_path):
     for name in ("wider", "joiner"):
         (tmp_path / name).mkdir()
     path, port = script(tmp_path, worker=SLOW), free_port()
-    with start(path, token="", port=port, steps=400) as running:
+    with start(path, token="", port=port, steps=300) as running:
         running.wait_for(": 2 workers")
         token, printed = re.search(
             r"one more: (ELASTIC_TOKEN=\S+) python (.+)", running.text()
@@ -156,13 +156,13 @@ def test_joiners_take_over_the_state_of_the_run(tmp_path):
             torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).state_dict()
-        state = {"step": 399, "model": model.state_dict(), "optimizer": optimizer}
+        state = {"step": 299, "model": model.state_dict(), "optimizer": optimizer}
         torch.save(state, tmp_path / "joiner" / "elastic_snapshot.pt")
         three = running.text().count(": 3 workers")
         join = [sys.executable, *printed.split()]
         with Running(*join, cwd=tmp_path / "joiner", env=env) as joiner:
             wait_until(lambda: running.text().count(": 3 workers") > three)
-            assert "step 399" not in running.text() + joiner.text()
+            assert "step 299" not in running.text() + joiner.text()
             assert joiner.wait().code == 0
         assert running.wait().code == 0
 
@@ -183,7 +183,7 @@ def test_a_frozen_worker_is_left_out_and_comes_back(tmp_path):
     """The heartbeat finds it: the collectives would wait for a quarter of an hour."""
     line = "elastic.TIMEOUT = elastic.timedelta(seconds=900)"
     path = script(tmp_path, line, worker=SLOW)
-    with start(path, nproc=3, steps=600) as running:
+    with start(path, nproc=3, steps=500) as running:
         pid, *_ = pids(running, 3)
         os.kill(pid, signal.SIGSTOP)
         running.wait_for(": 2 workers")
