@@ -3,8 +3,9 @@
 python drill/elastic_drill.py --rounds 20 --seed 0
 
 A round starts the real launcher and more workers with `--join`. Faults hit them at random moments,
-until the training ends. The variants of elastic_job.py take turns. Every step must have read exactly its batch, no step that is done may be
-lost, and all workers must end with the weights of a loop without DDP.
+until the training ends. Every step must have read exactly its batch, no step that is done may be
+lost, and all workers must end with the weights of a loop without DDP. The variants of
+elastic_job.py take turns.
 """
 
 import argparse
@@ -46,15 +47,12 @@ import datautils  # noqa: E402
 JOB = ROOT / "drill" / "elastic_job.py"
 FAULTS = [
     *("kill", "kill rank 0", "kill two", "kill all but one", "kill in the roll call"),
-    *("kill in the opening", "kill in the take-over", "term", "stop", "stop for long"),
-    *("stop rank 0", "join", "three join", "join and die", "kill the coordinator"),
-    *("step fails", "step of rank 0 fails", "step fails everywhere", "tear the take-over"),
+    *("kill in the opening", "stop", "stop rank 0", "join", "three join", "join and die"),
+    *("kill the coordinator", "step fails", "step of rank 0 fails", "step fails everywhere"),
+    "tear the take-over",  # a worker dies in it
 ]
-MOMENTS = {  # at which a worker dies
-    "kill in the roll call": ROLL_CALL,
-    "kill in the opening": OPENING,
-    "kill in the take-over": TAKE_OVER,
-}
+MOMENTS = {"kill in the roll call": ROLL_CALL, "kill in the opening": OPENING}
+DEADLY = *MOMENTS.values(), TAKE_OVER  # a worker dies there
 BATCH, EPOCH = 96, 15
 STEPS = 500  # of a round
 LIMIT = 120  # seconds for a round
@@ -168,7 +166,7 @@ class Round:
 
     def needed(self) -> int:
         """Return how many holders of the state must be left: some deaths may be due already."""
-        return 1 + sum(len([*self.folder.glob(f"{moment}@*")]) for moment in MOMENTS.values())
+        return 1 + sum(len([*self.folder.glob(f"{moment}@*")]) for moment in DEADLY)
 
     def victims(self, number: int) -> list[int]:
         """Choose among the workers that run, but leave one that has the newest state."""
@@ -179,16 +177,16 @@ class Round:
         running = [pid for pid in self.workers if pid not in [*self.stopped, *spared]]
         return self.random.sample(running, min(number, len(running)))
 
-    def kill(self, pids: Sequence[int], number: int = signal.SIGKILL) -> None:
+    def kill(self, pids: Sequence[int]) -> None:
         """Kill workers, and note when: the others must go on soon."""
         for pid in pids:
             beside = "beside a frozen one" if self.stopped else "alone"
             self.deaths.append((time.monotonic(), pid, beside))
-            self.end(pid, number)
+            self.end(pid)
 
-    def end(self, pid: int, number: int = signal.SIGKILL) -> None:
+    def end(self, pid: int) -> None:
         running = self.workers.pop(pid)
-        self.signal(pid, number)
+        self.signal(pid, signal.SIGKILL)
         if running:
             running.process.wait(20)
 
@@ -230,12 +228,8 @@ class Round:
             case _ if fault in MOMENTS:
                 self.order(MOMENTS[fault])
                 self.join()
-            case "term":
-                self.kill(some, signal.SIGTERM)
             case "stop":
-                self.stop(some, self.random.random())
-            case "stop for long":
-                self.stop(some, 4 + 4 * self.random.random())
+                self.stop(some, self.random.random() * 8)
             case "stop rank 0":
                 self.stop(first, self.random.random() * 6)
             case "join":
@@ -262,7 +256,7 @@ class Round:
 
     def order(self, moment: str, number: int = 1) -> None:
         """Order faults at a moment, for as many workers."""
-        deadly = moment in MOMENTS.values()
+        deadly = moment in DEADLY
         for _ in range(0 if deadly and len(self.holders()) <= self.needed() else number):
             self.ordered += 1
             (self.folder / f"{moment}@{self.ordered}").touch()
