@@ -43,8 +43,7 @@ ROUNDS = {
     ),
     "half a step": ("no_sync", ["kill", "step of rank 0 fails", "step fails"]),
     "batch_norm": ("batch_norm", ["kill all but one", "step fails everywhere"]),
-    "frozen": ("plain", ["stop", "stop rank 0"]),
-    "coordinator": ("plain", ["kill the coordinator", "three join"]),
+    "frozen": ("plain", ["stop rank 0", "kill the coordinator", "join"]),
 }
 
 

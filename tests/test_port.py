@@ -61,7 +61,9 @@ def test_muon_with_adamw_clips_schedules_and_resumes(tmp_path):
         handler.train(epochs)
         return model[0].weight.detach()
 
-    whole = run_ranks(train, "whole", 3)
-    run_ranks(train, "stopped", 2)
-    resumed = run_ranks(train, "stopped", 3)
-    assert all(torch.equal(weight, whole[0]) for weight in whole + resumed)
+    def train_whole_and_resumed():
+        whole, _, resumed = train("whole", 3), train("stopped", 2), train("stopped", 3)
+        return whole, resumed
+
+    (first, *others), (one, other) = run_ranks(train_whole_and_resumed)
+    assert all(torch.equal(weight, first) for weight in [*others, one, other])
