@@ -178,7 +178,7 @@ def test_a_file_that_is_no_dump(name, content, says, tmp_path):
 
 def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
     job = torchrun(2, freeze, "RANK", "WORLD_SIZE", restarts=1)
-    with Running(*job, cwd=tmp_path, fresh=True) as running:
+    with Running(*job, cwd=tmp_path) as running:
         running.wait_for("rank 1 freezes")
         ended = run(*FIND_HANG, cwd=tmp_path)
         running.kill()
