@@ -216,7 +216,7 @@ main(["--standalone", "--no-python", "sleep", "60"])
 
 
 def test_torchrun_aborts_if_ctrl_c_meets_its_heartbeat(tmp_path):
-    """This is torchrun's own thread, not the one of the page. Most attempts abort, not all."""
+    """The page tells readers to ignore it. Most attempts abort, not all."""
     for _ in range(5):
         ended = run(sys.executable, "-c", INTERRUPTED, cwd=tmp_path)
         if ended.code == -6:
