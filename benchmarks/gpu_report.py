@@ -49,7 +49,7 @@ def parts(rounds: int) -> list[Part]:
     speed = [str(ROOT / "benchmarks" / "bench.py"), "gpu", f"--rounds={rounds}"]
     testing = "numpy cloudpickle jsonschema pytest psutil sklearn yaml"
     return [
-        Part("Doctor", "numpy cloudpickle", 95, [str(ROOT / "scripts" / "doctor.py")]),
+        Part("Doctor", "numpy cloudpickle", 95, [str(ROOT / "scripts" / "doctor.py")], 1),
         # On two GPUs, because more processes take longer to start.
         Part("Tests", testing, 125, tests, 1, most_gpus=2),
         Part("Ranks", testing, 90, on_ranks, 1),

@@ -12,9 +12,15 @@ language = "en"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 extensions += ["sphinx.ext.githubpages"]  # .nojekyll: GitHub Pages would drop _static
-include_patterns = ["README.md", "CONTRIBUTING.md", "docs/**.md", "notebooks/*.ipynb"]
-include_patterns += ["tests/fakegpu/README.md"]
-source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+ROOT = Path(__file__).parent.parent
+include_patterns = ["README.md", "CONTRIBUTING.md", "docs/*.md", "docs/how-to/*.md"]
+include_patterns += ["notebooks/*.ipynb", "tests/fakegpu/README.md"]
+source_suffix = dict.fromkeys([".md", ".ipynb", ".py", ".sh", ".yaml"], "myst-nb")
+
+# Each file of code that a page links to is a page itself, which show_code() makes.
+for page in [page for pattern in include_patterns for page in ROOT.glob(pattern)]:
+    for link in re.findall(r"\]\(([\w./-]+\.(?:py|sh|yaml))\)", page.read_text("utf-8")):
+        include_patterns.append(str((page.parent / link).resolve().relative_to(ROOT)))
 
 nb_execution_mode = "off"  # the committed outputs, which `make test-notebooks` compares
 myst_heading_anchors = 3
@@ -30,12 +36,12 @@ default_role = "code"  # docstrings quote names with single backticks
 html_theme = "furo"
 html_favicon = "favicon.svg"
 html_static_path, html_css_files = ["site.css", "landing/landing.css"], ["site.css", "landing.css"]
-html_static_path += ["planner", "figures/one_step.svg"]  # of plan.md and of the front page
+html_static_path += ["planner"]  # of plan.md
+html_static_path += ["figures/one_step.svg", "figures/course.svg"]  # of the front page
 templates_path, html_additional_pages = ["landing"], {"index": "landing.html"}
 html_search_scorer = str(Path(__file__).with_name("scorer.js"))  # error messages first
 copybutton_prompt_text = "$ "
 
-ROOT = Path(__file__).parent.parent
 CHAPTERS = [f"notebooks/{path.stem}" for path in sorted(ROOT.glob("notebooks/*.ipynb"))]
 HOW_TO = [
     "docs/how-to/launch",
@@ -80,6 +86,14 @@ def add_contents(app, docname, source):
             source[0] += f"\n\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
 
 
+def show_code(app, docname, source):
+    """Make a page of a file of code: links lead to it, and neither the contents nor the search."""
+    path = app.env.doc2path(docname, base=False)
+    if path.suffix not in (".md", ".ipynb"):
+        fence = f"````````{path.suffix[1:]}\n{source[0]}\n````````"
+        source[0] = f"---\norphan: true\nnosearch: true\n---\n# {path}\n\n{fence}\n"
+
+
 def add_front_page(app, pagename, templatename, context, doctree):
     """Fill in the front page's lists, and link the site's name to the front page."""
     context["master_doc"] = "index"
@@ -102,4 +116,5 @@ def question_of(chapter):
 
 def setup(app):
     app.connect("source-read", add_contents)
+    app.connect("source-read", show_code)
     app.connect("html-page-context", add_front_page)

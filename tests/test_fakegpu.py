@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness import ROOT, SCRIPTS, Running, free_port, run, torchrun, wait_until
 from rank_checks import checks
 from test_find_hang import FIND_HANG, FREEZE
-from test_gpu import survivor
+from test_gpu import NCCL2, survivor
 from training_job import job
 
 from ddp_ref import Callback, barrier, initialize_ddp, on_rank, run_ranks
@@ -26,6 +26,7 @@ WAITS = ("streamSync", "eventSync", "deviceSync", "memcpySync")
 STEPS = 20
 GPUS = torch.cuda.device_count()
 LIMIT = timedelta(minutes=3)
+old_group = pytest.mark.skipif(NCCL2, reason="about the errors and the log of the old NCCL group")
 
 
 class Counts(Callback):
@@ -189,6 +190,7 @@ def hanging(tmp_path, **variables):
     return {"LD_PRELOAD": f"{hang}:{os.environ['LD_PRELOAD']}"} | variables
 
 
+@old_group
 @pytest.mark.skipif(GPUS != 2, reason="two ranks: runs with two fake GPUs only")
 def test_the_watchdog_lets_a_survivor_live_only_if_asked_to(tmp_path):
     """The peer's death is an error of NCCL, which PyTorch's own watchdog sees before the abort."""
@@ -201,6 +203,7 @@ def test_the_watchdog_lets_a_survivor_live_only_if_asked_to(tmp_path):
     assert "we are taking the entire process down" in ended.stderr
 
 
+@old_group
 @pytest.mark.skipif(GPUS != 4, reason="three ranks: runs with four fake GPUs only")
 def test_the_watchdogs_log_is_the_one_on_the_page(tmp_path):
     """PyTorch's own watchdog logs it."""

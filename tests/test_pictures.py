@@ -1,15 +1,17 @@
 """The concept pictures: safe to embed, readable on a phone, in light and in dark, and described."""
 
 import re
+import sys
 from xml.etree import ElementTree
 
 import pytest
-from harness import ROOT
+from harness import ROOT, run
 from lesson import palette
 
 PICTURES = sorted((ROOT / "notebooks/figures").glob("*.svg"))
 assert len(PICTURES) > 9
-PICTURES.append(ROOT / "docs/figures/one_step.svg")
+FIGURES = ROOT / "docs/figures"
+PICTURES += sorted(FIGURES.glob("*.svg"))
 SVG = "{http://www.w3.org/2000/svg}"
 SIZE = re.compile(r"font(?:-size)?\s*:[^;}]*?(\d+(?:\.\d+)?)(px|em|rem|pt|%)")
 UNSAFE_TAGS = {"script", "image", "foreignObject", "iframe", "a"}
@@ -66,3 +68,14 @@ def test_a_picture_has_two_colour_schemes(picture):
         assert re.search(r"text \{[^}]*fill: #\w{6}", scheme)
     colours = re.findall(r"\.(\w+) \{ fill: (#\w{6})", style)
     assert [(name, c) for name, c in colours if MEANINGS.get(name, c) != c] == []
+
+
+def test_the_map_and_the_imports_are_those_of_the_files(tmp_path):
+    """A count of lines may differ by 5 %, so that not every change of the code needs a drawing."""
+    drawn = run(sys.executable, FIGURES / "draw.py", tmp_path, cwd=tmp_path)
+    assert drawn.code == 0, drawn.stderr
+    for name in ("course.svg", "package.svg"):
+        new, old = (folder.joinpath(name).read_text("utf-8") for folder in (tmp_path, FIGURES))
+        assert re.sub(r"\d+", "", new) == re.sub(r"\d+", "", old), "python docs/figures/draw.py"
+        numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in (new, old)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=0.05), "python docs/figures/draw.py"

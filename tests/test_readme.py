@@ -28,7 +28,7 @@ def test_the_pages_stay_short():
     """The words and the number of pages are at most what was reached."""
     pages = [*(ROOT / "docs").rglob("*.md")]
     assert len(pages) <= 18
-    assert sum(len(page.read_text().split()) for page in pages) <= 27_000
+    assert sum(len(page.read_text().split()) for page in pages) <= 25_000
     assert len(README.split()) <= 1_200
     assert len((ROOT / "CONTRIBUTING.md").read_text().split()) <= 900
 

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Build the fake GPU in a folder:  build.sh FOLDER PYTHON
-# PYTHON is the interpreter that will use it. It needs gcc, binutils and 1.4 GB of disk.
+# Build the fake GPU in a folder:  build.sh FOLDER PYTHON [VERSION]
+# PYTHON is the interpreter that will use it, and VERSION the one of a requirements-VERSION.txt
+# (default: requirements.txt). It needs gcc, binutils and 1.4 GB of disk.
 # A second run on the same folder downloads nothing and compiles the library again.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 mkdir -p "$1"
 folder=$(cd "$1" && pwd)
 python=$2
+requirements=$here/requirements${3:+-$3}.txt
 
 if [ "$(uname -sm)" != "Linux x86_64" ]; then
     echo "error: the fake GPU needs Linux on x86-64, this is $(uname -sm)" >&2
@@ -22,7 +24,7 @@ done
 if [ ! -e "$folder/.installed" ]; then
     rm -rf "$folder/torch" "$folder/headers"
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
-        --only-binary=:all: --target "$folder/torch" -r "$here/requirements.txt"
+        --only-binary=:all: --target "$folder/torch" -r "$requirements"
     # The real libcudart lies beside the headers, where torch would find it.
     mv "$folder/torch/nvidia" "$folder/headers"
     # Every process that imports torch on fake GPUs gets the operators.
