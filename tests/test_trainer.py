@@ -193,13 +193,6 @@ def test_the_split_is_the_same_on_all_ranks_and_nothing_leaks():
     assert torch.equal(seen, first[0].unique(dim=0))  # all training items, and no others
 
 
-def test_settings_reach_the_handler():
-    settings = {"accumulate": 2, "clip_norm": 0.5, "precision": "bf16", "on_nonfinite": "skip"}
-    settings |= {"sync_every": 3, "seed": 3}
-    handler = TrainerDDP(0, configuration(**settings)).handler
-    assert {name: getattr(handler, name) for name in settings} == settings
-
-
 def train(config):
     trainer = TrainerDDP(0, config)
     loaders = trainer.prepare_dataloaders()
