@@ -66,22 +66,14 @@ def check_a_tensor_of_any_shape_keeps_its_shape_and_dtype():
             assert torch.equal(own.double(), torch.full(shape, float(me)).double())
 
 
-def check_values_of_mixed_dtypes_may_come_in_any_order():
-    """Each rank has its own hash seed, so a set of dtypes would have a different order on each."""
+def check_values_may_come_in_any_order():
     me, world = dist.get_rank(), dist.get_world_size()
-    own = {
-        "number": me,
-        "matrix": torch.full((4, 4), me, dtype=torch.int64),
-        "half": torch.full((3,), me, dtype=torch.float16),
-        "bytes": torch.full((5,), me, dtype=torch.uint8),
-        "single": torch.full((2, 1), me, dtype=torch.float32),
-    }
+    own = {"number": me, "bytes": torch.full((5,), me, dtype=torch.uint8), "single": me + 0.5}
     names = [*own]
     sums = reduce_sum({name: own[name] for name in names[me:] + names[:me]})
-    assert list(sums) == names and sums["number"] == sum(range(world))
-    for name in names[1:]:
-        assert sums[name].dtype == own[name].dtype and sums[name].shape == own[name].shape
-        assert (sums[name] == sum(range(world))).all()
+    total = sum(range(world))
+    assert list(sums) == names and sums["number"] == total and sums["single"] == total + world / 2
+    assert sums["bytes"].tolist() == [total] * 5
 
 
 def check_a_mean_is_weighted_by_the_samples():
@@ -238,19 +230,11 @@ def check_a_rank_without_a_tensor_is_none_in_the_list():
                 assert all(p.tolist() == [r] * (r + 1) for r, p in enumerate(parts) if r != empty)
 
 
-def check_a_sparse_tensor_is_an_error_on_all_ranks():
-    last, sparse = dist.get_world_size() - 1, torch.eye(2).to_sparse()
-    own = sparse if dist.get_rank() == last else None
-    error = str(raised(TypeError, gather_tensors, own))
-    assert error.startswith(f"rank {last} passed a torch.sparse_coo tensor, not a dense tensor")
-    parts = gather_objects(sparse, to_all=True)  # as the error advises
-    assert all(torch.equal(part.to_dense(), torch.eye(2)) for part in parts)
-
-
-def check_a_part_that_is_no_tensor_is_an_error_on_all_ranks():
-    own = [1] if dist.get_rank() == 1 else torch.ones(1)
-    error = str(raised(TypeError, gather_tensors, own))
-    assert error == "rank 1 passed a list, not a dense tensor: use gather_objects"
+def check_a_part_that_is_no_dense_tensor_is_an_error_on_all_ranks():
+    for part, kind in (([1], "list"), (torch.eye(2).to_sparse(), "torch.sparse_coo tensor")):
+        own = part if dist.get_rank() == 1 else torch.ones(1)
+        error = str(raised(TypeError, gather_tensors, own))
+        assert error == f"rank 1 passed a {kind}, not a dense tensor: use gather_objects"
 
 
 def check_rows_may_have_any_memory_layout():

@@ -34,11 +34,11 @@ def report(call: Callable[[], object]) -> BaseException | None:
     return caught
 
 
-def interrupted(worker: str) -> None:
+def interrupted() -> None:
     """The test sends Ctrl-C to all ranks, and none of them catches it."""
-    if int(worker) != RANK:
+    if RANK != WORKER:
         print("waits", flush=True)
-    on_rank(int(worker))(lambda: [print("works", flush=True), time.sleep(60)])()
+    on_rank(WORKER)(lambda: [print("works", flush=True), time.sleep(60)])()
 
 
 def leaves() -> None:
@@ -58,18 +58,15 @@ def slow() -> None:
     print(f"report: usable by {total.item():.0f}", flush=True)
 
 
-def dies(killed: str, worker: str) -> None:
-    """A rank gets SIGKILL, while it works or on its way to the call. The others keep the error."""
+def dies(killed: str) -> None:
+    """A rank gets SIGKILL while it works. The others keep the error."""
 
     def die() -> None:
-        if int(killed) == RANK:
-            time.sleep(1)  # the others wait already
-            print("dies now", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)  # the others wait already
+        print("dies now", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    if killed != worker:
-        die()
-    kept = report(on_rank(int(worker))(die))
+    kept = report(on_rank(int(killed))(die))
     time.sleep(60)
     del kept
 
@@ -85,11 +82,12 @@ def dies_while_rank_0_works() -> None:
 
 
 def leaves_for_another_call() -> None:
-    """All ranks get Ctrl-C, catch it, and go on to an ordinary collective."""
+    """All ranks get Ctrl-C, catch it, and go on to other calls."""
     if RANK:
         print("waits", flush=True)
     report(on_rank(0)(lambda: [print("works", flush=True), time.sleep(60)]))
     report(lambda: reduce_sum({"ranks": 1}))
+    report(on_rank(0, broadcast=True)(lambda: "usable"))
 
 
 def dies_receiving() -> None:

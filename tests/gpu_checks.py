@@ -27,7 +27,6 @@ from ddp_ref import (
     gather_objects,
     gather_tensors,
     initialize_ddp,
-    on_rank,
     reduce_max,
     reduce_mean,
     reduce_min,
@@ -80,17 +79,6 @@ def send_tensors_and_objects():
 def check_received_tensors_are_on_this_ranks_gpu_also_in_a_new_thread():
     for received in (send_tensors_and_objects(), in_a_thread(send_tensors_and_objects)):
         assert received == {initialize_ddp().device}
-
-
-def check_on_rank_returns_gpu_tensors_and_raises_errors():
-    last = world_size() - 1
-    result = on_rank(last, broadcast=True)(lambda: torch.arange(3, device="cuda"))()
-    assert result.device == initialize_ddp().device and result.tolist() == [0, 1, 2]
-
-    def fail():
-        raise KeyError("no such thing")
-
-    assert "no such thing" in str(raised(KeyError, on_rank(0)(fail)))
 
 
 def check_handler_is_the_same_on_all_ranks_in_all_precisions():

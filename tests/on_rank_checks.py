@@ -1,11 +1,9 @@
 """Check on every rank what on_rank and rank_first promise. test_on_rank.py runs this script."""
 
-import gc
 import itertools
 import re
 import threading
 import time
-import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,8 +27,8 @@ class TwoArguments(Exception):
 
 
 def subsets():
-    world = range(dist.get_world_size())
-    return [set(s) for n in world for s in itertools.combinations(world, n + 1)]
+    last = dist.get_world_size() - 1
+    return [{1}, {0, last}, {*range(last + 1)}]
 
 
 def assert_group_is_usable():
@@ -70,8 +68,6 @@ def check_broadcast_returns_the_result_everywhere():
         assert result["from"] == (me if me in ranks else min(ranks))
         assert torch.equal(result["x"], torch.ones(3))
     assert on_rank(0, broadcast=True)(lambda: None)() is None
-    large = on_rank(0, broadcast=True)(lambda: torch.arange(2_000_000))()
-    assert torch.equal(large, torch.arange(2_000_000))
 
 
 def check_a_result_that_cannot_be_sent_is_an_error_on_all_ranks():
@@ -117,36 +113,11 @@ def check_an_exception_that_cannot_be_unpickled_keeps_its_name_and_text():
         error = raised(TwoArguments if mine else RuntimeError, fail, TwoArguments, "this", "that")
         assert mine or "TwoArguments: this and that" in str(error)
         assert f"raised on rank {rank} in" in text_of(error)
-        # A Local cannot be pickled. Each of these characters may take four bytes.
-        error = raised(Local if mine else RuntimeError, fail, Local, "\N{OWL}" * 2**21)
-        assert mine or "Local: \N{OWL}" in str(error)
+        raised(Local if mine else RuntimeError, fail, Local)  # it cannot be pickled
         # Python cannot print this one: the traceback module expects a str.
         unprintable = raised(SyntaxError, fail, SyntaxError, "bad", ("file", 1, 1, b"no text"))
         assert unprintable.msg == "bad"
     assert_group_is_usable()
-
-
-def check_local_variables_of_a_failed_body_are_freed_with_its_exception():
-    """The garbage collector is off: a frame that held its exception would keep both alive."""
-    references = []
-
-    def fail():
-        local = ScriptError("held by the body's frame")
-        references.append(weakref.ref(local))
-        raise LookupError("no")
-
-    def fail_in_block():
-        with rank_first():
-            fail()
-
-    gc.disable()
-    try:
-        for call in (on_rank(0)(fail), on_rank(range(dist.get_world_size()))(fail), fail_in_block):
-            raised(LookupError, call)
-    finally:
-        gc.enable()
-    assert [reference() for reference in references] == [None] * len(references)
-    assert len(references) == (3 if dist.get_rank() == 0 else 1)
 
 
 def check_a_rank_outside_the_world_is_an_error_on_all_ranks():
@@ -208,39 +179,9 @@ def check_a_call_inside_a_running_body_exchanges_nothing_also_in_a_thread():
     assert_group_is_usable()
 
 
-def check_an_interrupt_that_is_caught_leaves_no_rank_waiting():
-    """Without a new meeting, the next call would wait for the old one, for days."""
-    me = dist.get_rank()
-
-    def interrupt(work):  # not a mock, which would keep the work
-        raise KeyboardInterrupt
-
-    with patch("ddp_ref.decorators._wait", interrupt):
-        raised(KeyboardInterrupt, on_rank(0)(int))
-    dist.barrier()
-    assert_group_is_usable()
-    assert on_rank(0, broadcast=True)(lambda: me)() == 0
-
-
 def check_the_default_device_does_not_matter():
     with torch.device("meta"):
         assert on_rank(0, broadcast=True)(int)() == 0
-
-
-def check_methods():
-    class Model:
-        @on_rank(0)
-        def instance(self, value):
-            return self, value
-
-        @classmethod
-        @on_rank(0, broadcast=True)
-        def on_class(cls, value):
-            return cls.__name__, value
-
-    model = Model()
-    assert model.instance(1) == ((model, 1) if dist.get_rank() == 0 else None)
-    assert model.on_class(2) == Model.on_class(2) == ("Model", 2)
 
 
 def check_barrier_adds_a_barrier_of_the_default_group():

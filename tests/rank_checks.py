@@ -9,7 +9,6 @@ import faulthandler
 import functools
 import json
 import os
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -26,19 +25,12 @@ STUCK = 50  # seconds after which a rank prints its stack; less than its peers' 
 
 
 def run_checks(namespace: dict[str, Any]) -> None:
-    """Call every check on this rank and write the results to a file; stop at the first failure.
-
-    With `--foreign`, init_process_group opens the group, as in a user's own script. Otherwise
-    ddp_ref opens it.
-    """
+    """Call every check on this rank and write the results to a file; stop at the first failure."""
     import torch.distributed as dist
 
     from ddp_ref.initialize import initialize_ddp
 
-    if "--foreign" in sys.argv:
-        dist.init_process_group("gloo", timeout=TIMEOUT)
-    else:
-        initialize_ddp(TIMEOUT, use_distributed=True)
+    initialize_ddp(TIMEOUT, use_distributed=True)
     results = Path(f"rank{dist.get_rank()}.json")
     done: dict[str, str] = {}
     for name in [name for name in namespace if name.startswith("check_")]:

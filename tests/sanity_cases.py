@@ -60,12 +60,10 @@ healthy = partial(mistake, math.inf, "")
 
 def check_samples_drawn_once(check, rank, world, device):
     shard = list(DistributedSampler(range(SIZE), world, rank, seed=1))
-    other_seed = DistributedSampler(range(SIZE), world, rank, seed=rank)
     dropped = DistributedSampler(range(SIZE), world, rank, drop_last=True)
     healthy(check, shard, SIZE)
     healthy(check, list(dropped), SIZE, SIZE % world)
     mistake(2, "draws of 13 samples, sample 0", check, range(SIZE), SIZE)
-    mistake(2, "use a DistributedSampler, with the same seed", check, list(other_seed), SIZE)
     mistake(1, "samples were not drawn, such as", check, shard[1:], SIZE)
 
 
@@ -73,8 +71,6 @@ def check_stream_read_once(check, rank, world, device):
     shard = list(range(SIZE)[rank::world])
     repeated = "13 of 13 items were read more than once, item 0"
     healthy(check, shard, SIZE)
-    healthy(check, [f"file {item}" for item in shard], SIZE)
-    mistake(2, repeated, check, range(SIZE))
     mistake(1, f"{repeated} was read 2 times", check, shard * 2, SIZE)  # by both workers
     lost = [item for item in shard if item != 3]
     mistake(1, "12 of 13 items were read: shard by rank and by worker", check, lost, SIZE)
@@ -149,9 +145,8 @@ def check_whole_batch_gradient(check, rank, world, device):
         return model if world == 1 else inner(model), whole_loss
 
     healthy(check, *after(world / len(labels), "sum"))
-    mistake(2, "rank 0's gradient has norm", check, *after(1, "sum", "sum"))
     mistake(2, "local sum x world size / count of all ranks", check, *after(1, "mean"))
-    mistake(1, "the whole batch's", check, *after(1 / 5, "mean"))
+    mistake(1, "rank 0's gradient has norm", check, *after(1 / 5, "mean"))
     mistake(1, "rank 0's gradient has norm nan", check, *after(float("nan"), "mean"))
 
 

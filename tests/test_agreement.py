@@ -24,11 +24,7 @@ def differing(rank):
     step = torch.optim.lr_scheduler.StepLR
     options = {
         "seed": {"seed": rank},
-        "accumulate": {"accumulate": 1 + rank},
-        "sync_every": {"sync_every": 5 + rank},
-        "clip_norm": {"clip_norm": (None, 1.0)[rank]},
         "precision": {"precision": ("fp32", "bf16")[rank]},
-        "on_nonfinite": {"on_nonfinite": ("raise", "skip")[rank]},
         "lr of the optimizer's group 0": {"lr": (0.1, 0.2)[rank]},
         "metrics": {"metrics": {("a", "b")[rank]: accuracy}},
         "scheduler": {"scheduler": (None, lambda o: step(o, 1))[rank]},
@@ -83,7 +79,7 @@ def test_ranks_that_differ_are_one_error_that_names_the_setting_and_the_ranks(
 
     monkeypatch.chdir(tmp_path)
     one, other = run_ranks(work, nproc=2, timeout=LIMIT)
-    assert one == other and len(one) == 22
+    assert one == other and len(one) == 18
 
 
 class Flips(Dataset):
@@ -126,20 +122,20 @@ def test_items_are_drawn_once_per_loader_and_in_a_worker_if_there_are_any():
 
         def __getitem__(self, index):
             self.reads += 1
-            assert (torch.utils.data.get_worker_info() is None) == (workers == 0)
+            assert (torch.utils.data.get_worker_info() is None) == (self.workers == 0)
             return super().__getitem__(index)
 
-    for workers in (0, 1):
-
-        def work(workers=workers):
-            data = Counts(20)
-            handler = job()
+    def work():
+        data = Counts(20)
+        handler = job()
+        for workers in (1, 0):
+            data.workers = workers
             handler.set_train_loader(data, 5, num_workers=workers)
             handler.train(0)
             handler.train(0)
-            return data.reads
+        return data.reads  # a worker counts in its own copy
 
-        assert run_ranks(work, nproc=2, timeout=LIMIT) == [0 if workers else 4] * 2
+    assert run_ranks(work, nproc=2, timeout=LIMIT) == [4] * 2
 
 
 class Local:
@@ -193,24 +189,6 @@ def test_the_best_stays_if_an_epoch_adds_no_score_and_is_loaded_if_there_is_no_o
     assert handler.epoch == 1
 
 
-class Normalized(nn.Module):
-    """Sets its parameters from the first batch that it sees, as ActNorm does."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(4))
-        self.steps = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
-        self.layer = network()
-        self.ready = False
-
-    def forward(self, inputs):
-        if self.training and not self.ready:
-            with torch.no_grad():
-                self.shift.copy_(-inputs.mean(0))
-            self.ready = True
-        return self.layer(inputs + self.shift)
-
-
 class Drifts(Callback):
     """Change a weight on the last rank alone, in the third step."""
 
@@ -220,36 +198,29 @@ class Drifts(Callback):
                 self.handler.module[3].bias += 0.5
 
 
+class Signals(Callback):
+    def on_step_end(self):
+        if self.handler.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_parameters_that_drift_are_an_error_at_the_epochs_end_and_before_a_save(tmp_path):
+    """But a signal saves before: there may be no other checkpoint."""
+
     def work():
-        text = "shift differs between ranks: its norm is .* Something changes weights on each rank"
-        with pytest.raises(RuntimeError, match=text):
-            job(model=Normalized()).train(1)
+        text = r"3\.bias differs between ranks: its norm is .* Something changes weights on each"
         handler = job(callbacks=[Drifts(), Checkpoint(tmp_path / "epochs")])
-        with pytest.raises(RuntimeError, match=r"3\.bias differs between ranks"):
+        with pytest.raises(RuntimeError, match=text):
             handler.train(2)
         assert handler.epoch == 0
         with pytest.raises(RuntimeError, match=r"3\.bias differs"):
             handler.save(tmp_path / "a.pt")
-        return handler.val_losses
-
-    run_ranks(work, nproc=2, timeout=LIMIT)
-    assert not (tmp_path / "a.pt").exists() and not [*(tmp_path / "epochs").iterdir()]
-
-
-def test_a_signal_saves_before_drift_is_an_error(tmp_path):
-    class Signals(Callback):
-        def on_step_end(self):
-            if self.handler.step == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    def work():
-        options = {"callbacks": [Drifts(), Signals()], "sync_every": 1, "run_dir": tmp_path}
+        options = {"callbacks": [Drifts(), Signals()], "sync_every": 1, "run_dir": tmp_path / "run"}
         with pytest.raises(RuntimeError, match=r"3\.bias differs between ranks"):
             job(40, **options).train(1)
 
     run_ranks(work, nproc=2, timeout=LIMIT)
-    assert [path.name for path in tmp_path.glob("*.pt")] == ["step_000000004.pt"]
+    assert [path.name for path in tmp_path.rglob("*.pt")] == ["step_000000004.pt"]
 
 
 class Slow(Points):
@@ -263,29 +234,31 @@ class Slow(Points):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("sync_every", [2, 50])
-def test_a_signal_in_validation_saves_between_two_batches_and_the_epoch_goes_on(
-    sync_every, tmp_path
-):
+def test_a_signal_in_validation_saves_between_two_batches_and_the_epoch_goes_on(tmp_path):
     """A rank without a signal learns of it after at most `sync_every` batches."""
 
-    def run(folder, signalled):
-        rank = initialize_ddp(backend="gloo").rank
-        data = Slow(40, noise=0.5)
-        data.rank, data.signalled, data.reads = rank, signalled, []
+    def run(sync_every, name, signalled):
+        folder, data = tmp_path / f"{name}-{sync_every}", Slow(40, noise=0.5)
+        data.rank, data.signalled, data.reads = initialize_ddp().rank, signalled, []
         handler = job(12, 3, model=network(dropout=0.3), run_dir=folder, sync_every=sync_every)
         handler.set_val_loader(data, 1)
         handler.load(folder)
         data.reads.clear()
         with suppress(SystemExit):
             handler.train(2)
-        return handler.step, handler.epoch, len(data.reads), flat(handler.model), handler.history
+        return handler, len(data.reads)
 
-    whole, _ = run_ranks(run, tmp_path / "whole", True, nproc=2, timeout=LIMIT)
-    first, second = run_ranks(run, tmp_path / "stopped", False, nproc=2, timeout=LIMIT)
-    assert first[:2] == second[:2] == (2, 0)
-    assert (tmp_path / "stopped" / "step_000000002.pt").exists()
-    # Four items are read once more, to compare them.
-    assert second[2] == 4 + 4 and first[2] == 4 + (5 if sync_every == 2 else 20)
-    resumed, _ = run_ranks(run, tmp_path / "stopped", True, nproc=2, timeout=LIMIT)
-    assert torch.equal(resumed[3], whole[3]) and resumed[4] == whole[4]
+    def work():
+        rank, reads = initialize_ddp(backend="gloo").rank, []
+        for sync_every in (2, 50):
+            whole, _ = run(sync_every, "whole", True)
+            stopped, number = run(sync_every, "stopped", False)
+            assert (stopped.step, stopped.epoch) == (2, 0)
+            assert (stopped.run_dir / "step_000000002.pt").exists()
+            reads.append(number - 4)  # four items are read once more, to compare them
+            resumed, _ = run(sync_every, "stopped", True)
+            assert torch.equal(flat(resumed.model), flat(whole.model))
+            assert resumed.history == whole.history
+        assert reads == ([4, 4] if rank else [5, 20])
+
+    run_ranks(work, nproc=2, timeout=LIMIT)

@@ -83,7 +83,6 @@ class Replays(Callback):
         ([3, 2.7, 2.4, 2.1], {"patience": 2, "min_delta": 0.5}, 4),  # 2.4 is an improvement on 3
         ([1, 2, 3, 3, 3], {"patience": 2, "mode": "max"}, 5),
         ([float("nan")] * 4 + [2, 3, 3], {"patience": 2}, 7),  # epochs with NaN do not count
-        ([1, 1, 1], {"patience": 1}, 2),
     ],
 )
 def test_early_stopping(values, options, epochs, tmp_path):
@@ -107,7 +106,6 @@ def test_early_stopping(values, options, epochs, tmp_path):
         (lambda: EarlyStopping(patience=0), "patience must be an integer of at least 1"),
         (lambda: EarlyStopping(min_delta=-1), "min_delta must be at least 0"),
         (lambda: Checkpoint("a", keep=None), "keep must be an integer of at least 1, not None"),
-        (lambda: Checkpoint("a", every_steps=1.5), "every_steps must be"),
     ],
 )
 def test_invalid_settings_are_rejected(make, text):
@@ -155,12 +153,6 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path):
     best = job(12, 2)
     best.load(tmp_path / "best.pt")
     assert best.epoch == 2 and best.history["replayed"] == [-3, -1]
-
-    handler = job(12, 2, callbacks=[Checkpoint(tmp_path / "steps", None, every_steps=2)])
-    handler.train(2)
-    last = job(12, 2)
-    last.load(tmp_path / "steps")  # saved again at the end of training
-    assert last.epoch == 2 and last.history == handler.history
 
 
 def test_the_best_checkpoint_is_written_before_the_steps(tmp_path):

@@ -4,7 +4,6 @@ import errno
 import io
 import math
 import os
-import resource
 import signal
 import stat
 import sys
@@ -18,13 +17,11 @@ import torch
 from harness import Evil, run
 from hypothesis import example, given, settings, strategies as st
 from torch import nn
-from training_job import flat, job
 
 from ddp_ref import checkpoint, initialize_ddp, run_ranks
 from ddp_ref.agreement import check_replicas
 from ddp_ref.checkpoint import DamagedCheckpoint
 
-LIMIT = timedelta(minutes=4)
 STATE = {"model": {"w": torch.arange(100.0)}, "epoch": 3, "history": [0.5, 0.25], "none": None}
 
 
@@ -52,7 +49,7 @@ def written(tmp_path_factory):
     return path.read_bytes()
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @example(place=0.8732644222687435, bit=4)  # makes the tensor's entry a directory
 @example(place=0.97605, bit=7)  # moves the archive's start before the file's, where a seek fails
@@ -102,53 +99,25 @@ def test_only_a_file_system_that_cannot_sync_folders_may_leave_that_out(
     assert checkpoint.read(tmp_path / "a.pt")["step"] == 1
 
 
-def test_a_file_above_the_size_limit_is_one_error_and_the_old_file_stays(tmp_path):
-    checkpoint.write(tmp_path / "a.pt", STATE)
-    limit, old = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(limit, (2**16, old[1]))
-        with pytest.raises(OSError, match="File too large"):
-            checkpoint.write(tmp_path / "a.pt", {"w": torch.zeros(2**20)})
-    finally:
-        resource.setrlimit(limit, old)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.pt"]
-
-
-KILLS = """
-import os, random, signal, time, torch
-from pathlib import Path
-from ddp_ref import checkpoint
-
-path = Path("a.pt")
-checkpoint.write(path, {"n": 0, "w": torch.zeros(200_000)})
-seen, cut = set(), 0
-for kill in range(300):  # 30 are enough, unless the machine is busy
-    child = os.fork()
-    if child == 0:
-        for n in range(1, 10_000):
-            checkpoint.write(path, {"n": n, "w": torch.full((200_000,), float(n))})
-    time.sleep(random.uniform(0.0, 0.1 + kill / 300))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    state = checkpoint.read(path)
-    assert (state["w"] == state["n"]).all()
-    seen.add(state["n"])
-    cut += Path(".a.pt.tmp").exists()
-    if kill >= 29 and len(seen) > 3 and cut > 3:
-        break
-print(len(seen), cut, sorted(name for name in os.listdir() if ".pt" in name))
+KILLED = """if True:
+    import resource, signal, torch
+    from ddp_ref import checkpoint
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    checkpoint.write("a.pt", {"w": torch.zeros(100_000)})
 """
 
 
-def test_after_a_kill_at_any_moment_the_file_is_intact(tmp_path):
-    result = run(sys.executable, "-c", KILLS, cwd=tmp_path)
-    assert result.code == 0, result.stderr
-    seen, cut, names = result.stdout.split(maxsplit=2)
-    assert int(seen) > 3 and int(cut) > 3  # some kills hit a save, and some did not
-    assert names.strip() in ("['a.pt']", "['.a.pt.tmp', 'a.pt']")  # the next save replaces it
+def test_after_a_kill_during_a_save_the_old_file_is_intact(tmp_path):
+    """The kernel kills the process when it has written 100 kB of 400."""
+    checkpoint.write(tmp_path / "a.pt", STATE)
+    ended = run(sys.executable, "-c", KILLED, cwd=tmp_path)
+    assert ended.code == -signal.SIGXFSZ, ended.stderr
+    assert (tmp_path / ".a.pt.tmp").stat().st_size == 100_000
+    assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
+    checkpoint.write(tmp_path / "a.pt", {"step": 2})
+    assert checkpoint.read(tmp_path / "a.pt") == {"step": 2}
+    assert [*tmp_path.glob("*a.pt*")] == [tmp_path / "a.pt"]  # the save has replaced what was left
 
 
 def test_find_takes_the_newest_intact_checkpoint(tmp_path):
@@ -189,23 +158,6 @@ def test_a_disk_error_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", lambda path, mode: io.BufferedReader(Failing(path), 64))
     with pytest.raises(OSError, match="Input/output error"):
         checkpoint.find(tmp_path)
-
-
-def test_only_rank_0_needs_to_see_the_file(tmp_path):
-    """As if each rank had a disk of its own. The others get the content from rank 0."""
-
-    def work():
-        rank = initialize_ddp(backend="gloo").rank
-        handler = job()
-        folder = tmp_path / f"disk of rank {rank}"
-        handler.train(1)
-        handler.save(folder / "step_1.pt")
-        assert folder.exists() == (rank == 0)
-        again = job()
-        again.load(folder)
-        assert torch.equal(flat(again.model), flat(handler.model)) and again.epoch == 1
-
-    run_ranks(work, nproc=3, timeout=LIMIT)
 
 
 def inner():
@@ -254,6 +206,7 @@ def test_an_infinite_weight_is_found_and_an_infinite_buffer_is_not(value):
             raise AssertionError
 
     shared = Packed(1, 3)  # a module that is used twice
+    shared.steps = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
     shared.register_buffer("mask", torch.tensor([0, value]))
     shared.register_buffer("none", torch.empty(0))
     shared.register_buffer("cache", torch.tensor([math.nan]), persistent=False)  # not saved
@@ -269,8 +222,10 @@ def test_an_infinite_weight_is_found_and_an_infinite_buffer_is_not(value):
         check_replicas(model, False)
 
 
-def test_a_full_disk_names_the_file(tmp_path):
+def test_a_full_disk_is_one_error_that_names_the_file_and_the_old_file_stays(tmp_path):
+    checkpoint.write(tmp_path / "a.pt", STATE)
     (tmp_path / ".a.pt.tmp").symlink_to("/dev/full")  # where the file is written at first
     with pytest.raises(OSError, match=r"No space left on device.*/a\.pt"):
-        checkpoint.write(tmp_path / "a.pt", STATE)
-    assert not [*tmp_path.iterdir()]
+        checkpoint.write(tmp_path / "a.pt", {"step": 2})
+    assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
+    assert [*tmp_path.iterdir()] == [tmp_path / "a.pt"]

@@ -21,7 +21,7 @@ SCRIPT = "collectives_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
 

@@ -99,16 +99,12 @@ class DoubledTogether(TensorDataset):
         return [tuple(part * 2 for part in self[index]) for index in indices]
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set")
 @pytest.mark.parametrize(
     "data", [images(), images(Named), images(Doubled), images(DoubledTogether)]
 )
-@pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 1}, {"drop_last": True}, {"pin_memory": True}]
-)
-def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(data, options):
-    ours = train_loader(data, 3, rank=0, world_size=1, shuffle=False, **options)
-    theirs = DataLoader(data, 3, drop_last="drop_last" in options)
+def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(data):
+    ours = train_loader(data, 3, rank=0, world_size=1, shuffle=False)
+    theirs = DataLoader(data, 3)
     for batch, expected in zip(ours, theirs, strict=True):
         assert type(batch) is type(expected)
         for part, other in zip(batch, expected, strict=True):
@@ -119,13 +115,8 @@ def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(data, options):
 
 
 def test_a_tensor_data_set_is_read_a_batch_at_a_time():
-    class Counts(torch.Tensor):
-        pass
-
     data, looked_up = images(), []
-    data.tensors = tuple(data.tensors)
     loader = train_loader(data, 5, rank=0, world_size=1)
-    assert loader.dataset is data
     reads = torch.Tensor.__getitem__
     torch.Tensor.__getitem__ = lambda self, rows: looked_up.append(rows) or reads(self, rows)
     try:
@@ -179,9 +170,7 @@ def test_a_callers_own_sampler_is_used_if_it_is_rank_aware():
         (train_loader, [], 1, {}, "the training set is empty"),
         (train_loader, Unsized(), 1, {}, "add __len__ to Unsized"),
         (train_loader, DataLoader(range(3)), 0, {}, "an integer of at least 1, not 0"),
-        (eval_loader, range(3), True, {}, "not True"),
         (eval_loader, Stream(), 1, {}, "an IterableDataset cannot be evaluated"),
-        (eval_loader, range(3), 1, {"shuffle": True}, "leave out shuffle"),
         (eval_loader, range(3), 1, {"sampler": range(2), "drop_last": True}, "sampler, drop_last"),
         (eval_loader, DataLoader(range(2), batch_sampler=[[0, 1]]), 8, {}, "but a list may not"),
         (train_loader, range(3), 1, {"in_order": False}, "in_order=False would mix up the order"),
@@ -193,11 +182,13 @@ def test_what_cannot_be_loaded_exactly_is_rejected(loader, dataset, batch_size, 
 
 
 def test_an_existing_loader_with_workers_may_be_used_without_them():
-    options = {"persistent_workers": True, "multiprocessing_context": "fork"}
-    existing = DataLoader(range(6), 4, num_workers=2, timeout=5, **options)
+    options = {"persistent_workers": True, "timeout": 5, "prefetch_factor": 3}
+    context = {"multiprocessing_context": "fork"}
+    existing = DataLoader(range(6), 4, num_workers=2, **options, **context)
     assert len(list(train_loader(existing, num_workers=0, rank=0, world_size=1))) == 2
     kept = train_loader(existing, num_workers=1, rank=0, world_size=1)
-    assert kept.persistent_workers and kept.multiprocessing_context.get_start_method() == "fork"
+    assert {name: getattr(kept, name) for name in options} == options
+    assert kept.multiprocessing_context.get_start_method() == "fork"
 
 
 WORKERS = """
@@ -252,35 +243,25 @@ from ddp_ref.data import train_loader
 
 class Items(list):
     def __getitem__(self, index):
-        if sys.argv[1] == "deaf":
-            sum(range(10**13))  # one call of C code, during which Python runs no signal handler
-        if index > 3:
-            time.sleep(1000)
-        return super().__getitem__(index)
+        return sum(range(10**13))  # C code, during which Python runs no signal handler
 
 def rank(number=0):
     global batches
-    options = {"rank": 0, "world_size": 1, "num_workers": 1, "shuffle": False}
-    loader = train_loader(Items([1.0] * 50), 2, **options)
-    if sys.argv[1] == "lost":
-        next(iter(loader))  # torch waits for 10 seconds, and then leaves its busy workers alone
-    else:
-        batches = iter(loader)
-        time.sleep(1)
+    loader = train_loader(Items([1.0] * 50), 2, rank=0, world_size=1, num_workers=1)
+    batches = iter(loader)
+    time.sleep(1)
     sys.exit(143)
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(rank) if sys.argv[2] == "spawned" else rank()
+    torch.multiprocessing.spawn(rank) if sys.argv[1] == "spawned" else rank()
 """
 
 
-@pytest.mark.parametrize(
-    ("worker", "started"), [("deaf", "alone"), ("deaf", "spawned"), ("lost", "alone")]
-)
-def test_leftover_workers_do_not_keep_their_rank_from_exiting(tmp_path, worker, started):
+@pytest.mark.parametrize("started", ["alone", "spawned"])
+def test_leftover_workers_do_not_keep_their_rank_from_exiting(tmp_path, started):
     """Workers ignore SIGTERM, but they end when the rank exits, and its exit code is unchanged."""
     (tmp_path / "script.py").write_text(ENDING)
-    ended = run(sys.executable, "script.py", worker, started, cwd=tmp_path, timeout=60)
+    ended = run(sys.executable, "script.py", started, cwd=tmp_path, timeout=60)
     code, text = (143, "") if started == "alone" else (1, "terminated with exit code 143")
     assert ended.code == code and text in ended.stderr, ended.stderr
     assert "killed by signal" not in ended.stderr

@@ -20,7 +20,7 @@ import torch.testing._internal.distributed.fake_pg
 from harness import Result, Running, free_port, listens, run, torchrun, wait_until
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from ddp_ref import DistInfo, cleanup_ddp, initialize_ddp, seed_everything
+from ddp_ref import DistInfo, Handler, cleanup_ddp, initialize_ddp, seed_everything
 from ddp_ref.initialize import (
     GLOO_TIMEOUT,
     NCCL_TIMEOUT,
@@ -151,11 +151,9 @@ except TooFewGPUs:
 """
 
 
-@pytest.mark.parametrize("how", ["torchrun", "own store"])
-def test_after_too_few_gpus_all_ranks_can_go_on_with_the_cpu(tmp_path, how):
-    path = script(tmp_path, TRY_GPUS_FIRST)
-    ended = [run(*torchrun(2, path), cwd=tmp_path)] if how == "torchrun" else run_each(path, 2)
-    assert [each.code for each in ended] == [0] * len(ended), ended[0].stderr
+def test_after_too_few_gpus_all_ranks_can_go_on_with_the_cpu(tmp_path):
+    ended = run_each(script(tmp_path, TRY_GPUS_FIRST), 2)
+    assert [each.code for each in ended] == [0, 0], ended
     assert [rank[:3] for rank in shown(tmp_path)] == [[True, rank, rank] for rank in range(2)]
 
 
@@ -236,14 +234,12 @@ except RuntimeError as error:
         assert re.match(where + r"rank 3 did not arrive \(timeout 0:00:06\)\. ", result.stdout)
 
 
-@pytest.mark.parametrize("moment", ["init_process_group", "_store_based_barrier"])
-def test_a_rank_that_dies_after_its_report_leaves_no_half_open_group(tmp_path, moment):
-    """Whether torch has not opened the group yet, or has. New processes then open the group."""
+def test_a_rank_that_dies_while_the_group_opens_leaves_no_half_open_group(tmp_path):
+    """Torch has opened the group already. New processes then open the group."""
     body = """
 os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
 if sys.argv[1:] and os.environ["RANK"] == "1":
-    setattr(dist, sys.argv[1], lambda *_, **__: os._exit(9))
-    setattr(dist.distributed_c10d, sys.argv[1], lambda *_, **__: os._exit(9))
+    dist.distributed_c10d._store_based_barrier = lambda *_, **__: os._exit(9)
 try:
     info = initialize_ddp(timedelta(seconds=6))
 except RuntimeError:
@@ -252,7 +248,7 @@ except RuntimeError:
 show(info)
 """
     path = script(tmp_path, body)
-    assert [result.code for result in run_each(path, 2, moment)] == [3, 9]
+    assert [result.code for result in run_each(path, 2, "dies")] == [3, 9]
     assert [result.code for result in run_each(path, 2)] == [0, 0]
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
 
@@ -320,11 +316,10 @@ show(initialize_ddp(timedelta(seconds=20)))
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
 
 
-@pytest.mark.parametrize(("pods", "local_ranks"), [("same", [0, 1, 2]), ("differ", [0, 0, 1])])
-def test_local_ranks_that_no_variable_gives_are_counted(tmp_path, pods, local_ranks):
-    """Rank 1 is in a pod of its own, or all ranks are on one host."""
+def test_local_ranks_that_no_variable_gives_are_counted(tmp_path):
+    """Rank 1 is in a pod of its own."""
     body = """
-if sys.argv[1] == "differ" and os.environ["RANK"] == "1":
+if os.environ["RANK"] == "1":
     initialize.socket.gethostname = lambda: "another-pod"
 show(initialize_ddp(timedelta(seconds=40)))
 """
@@ -334,28 +329,11 @@ show(initialize_ddp(timedelta(seconds=40)))
         for rank in range(3):
             env = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": HOST}
             env |= {"MASTER_PORT": str(port)}
-            running = Running(sys.executable, path, pods, cwd=tmp_path, env=env)
+            running = Running(sys.executable, path, cwd=tmp_path, env=env)
             ranks.append(stack.enter_context(running))
         assert [rank.wait(60).code for rank in ranks] == [0] * 3
-    cores = available_cores()
-    expected = [max(1, cores // (2 if pods == "differ" and r != 1 else 3)) for r in range(3)]
-    if pods == "differ":
-        expected[1] = cores
-    lines = shown(tmp_path)
-    assert [line[2] for line in lines] == local_ranks and [line[5] for line in lines] == expected
-
-
-def test_the_default_timeouts_are_torchs(tmp_path):
-    body = """
-initialize_ddp()
-default = dist.distributed_c10d._get_default_group()
-print(default._get_backend(torch.device("cpu")).options._timeout)
-"""
-    results = run_each(script(tmp_path, body), 2)
-    assert [result.stdout for result in results] == [f"{default_pg_timeout}\n"] * 2
-    assert default_pg_timeout == timedelta(minutes=30) == GLOO_TIMEOUT
-    assert timedelta(minutes=10) == NCCL_TIMEOUT
-    assert default_pg_nccl_timeout in (NCCL_TIMEOUT, None)  # None in a build without NCCL
+    cores, half = available_cores(), max(1, available_cores() // 2)
+    assert [[line[2], line[5]] for line in shown(tmp_path)] == [[0, half], [0, cores], [1, half]]
 
 
 # ---------------------------------------------------------------- one process
@@ -390,19 +368,13 @@ def test_world_of_one(monkeypatch):
     monkeypatch.setattr(os, "environ", one | master)
     assert not initialize_ddp().distributed and not _should_use_distributed(None)
     assert _should_use_distributed(True) and _is_env_distributed()
-    info = _initialize_distributed(SHORT)  # initialize_ddp with use_distributed=True
+    info = _initialize_distributed()  # initialize_ddp with use_distributed=True
     assert info == (True, 0, 0, 1, CPU) and initialize_ddp() is info
+    default = dist.distributed_c10d._get_default_group()
+    assert default._get_backend(CPU).options._timeout == default_pg_timeout == GLOO_TIMEOUT
+    assert default_pg_nccl_timeout in (NCCL_TIMEOUT, None)  # None in a build without NCCL
     dist.barrier()
     cleanup_ddp()
-
-
-def test_without_rank_0_another_rank_names_the_missing_ranks():
-    """This process keeps the store, as torchrun's agent does."""
-    port = free_port()
-    store = dist.TCPStore(HOST, port, is_master=True)
-    start = f"rank 1 of 3, master at {HOST}:{store.port}: rank 0, 2 did not arrive .timeout 0:00:01"
-    with pytest.raises(RuntimeError, match=start):
-        initialize_ddp(SHORT, rank=1, world_size=3, master_addr=HOST, master_port=port)
 
 
 @pytest.mark.parametrize(
@@ -442,18 +414,11 @@ def test_port_in_use():
         (ValueError, {"backend": "mpi"}, "backend must be .* not 'mpi'"),
         (TypeError, {"timeout": 60}, "timeout must be a timedelta above 0, up to 30 days, not 60$"),
         (TypeError, {"timeout": timedelta.max}, "timeout must be a timedelta .* up to 30 days"),
-        (TypeError, {"timeout": timedelta(0)}, "timeout must be a timedelta above 0"),
     ],
 )
 def test_wrong_arguments(kind, arguments, message):
     with pytest.raises(kind, match=message):
         initialize_ddp(**arguments)
-
-
-def test_a_wish_to_share_gpus_is_a_number(monkeypatch):
-    monkeypatch.setenv("DDP_SHARE_GPUS", "yes")
-    with pytest.raises(ValueError, match=r"^DDP_SHARE_GPUS must be an integer, not 'yes'$"):
-        initialize_ddp(SHORT, rank=1, world_size=2, master_addr=HOST, master_port=free_port())
 
 
 # ---------------------------------------------------------------- devices
@@ -511,22 +476,12 @@ def test_device_that_is_not_there():
     for device in ("cuda", "gpu:0", torch.device("cuda:3")):
         with pytest.warns(UserWarning, match=f"no {device} .*: using the CPU$"):
             assert _resolve_device(device) == CPU
+    model = torch.nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match="no cuda .*: using the CPU$") as caught:
+        Handler(model, torch.optim.SGD(model.parameters()), torch.nn.MSELoss(), device="cuda")
+    assert [warning.filename for warning in caught] == [__file__]  # the user's own line
     with pytest.raises(ValueError, match=r"^device must read like cpu, .*, not 'gpuu'$"):
         _resolve_device("gpuu")
-
-
-def test_one_warning_about_the_device_names_the_users_line(tmp_path):
-    (tmp_path / "script.py").write_text("""
-import torch
-from ddp_ref import Handler
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-Handler(model, optimizer, torch.nn.MSELoss(), device="cuda")
-""")
-    ended = run(*torchrun(2, "script.py"), cwd=tmp_path)
-    assert ended.code == 0, ended.stderr
-    (warning,) = [line for line in ended.stderr.splitlines() if "using the CPU" in line]
-    assert "script.py:6: UserWarning: no cuda (cuda devices: 0): using the CPU" in warning
 
 
 def test_a_rank_that_sees_only_its_own_gpu_uses_index_0(monkeypatch):

@@ -62,15 +62,20 @@ def test_slurm_step():
     assert (info.launcher, info.rank, info.local_rank, info.world_size) == ("slurm", 2, 0, 3)
     assert info.master_addr == "n3"  # of the step's nodes, not the job's
     assert 1023 < info.master_port < 32768  # Linux assigns ports from there on by itself
+    ports = {
+        detect_launch(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        for job in range(900_000, 900_100)
+        for step in range(10)
+    }
+    assert len(ports) == 1000
+    both = detect_launch(STEP | MASTER)
+    assert (both.master_addr, both.master_port) == ("node7", 29400)
 
 
 def test_a_job_has_a_name_that_tells_its_ranks_from_those_of_another_job():
     names = [detect_launch(env).job for env in (STEP, STEP | {"SLURM_STEP_ID": "2"}, TORCHRUN)]
     assert names == ["5.1", "5.2", "7f"]
-    assert detect_launch(STEP | TORCHRUN).job == "7f"
-    for env in (STEP, TORCHRUN, MASTER | {"RANK": "0", "WORLD_SIZE": "2"}):
-        assert detect_launch(env | {"DDP_JOB_NAME": "mine"}).job == "mine"
-    assert detect_launch({}, rank=0, world_size=2, master_addr="a", master_port=1).job == ""
+    assert detect_launch(TORCHRUN | {"DDP_JOB_NAME": "mine"}).job == "mine"
 
 
 # Other allocations, as in the body of a batch script.
@@ -83,15 +88,12 @@ ONE_BY_MPI = {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}
 @pytest.mark.parametrize(
     "environ",
     [
-        *({}, BATCH, INTERACTIVE, LSF, PBS),
-        {"JOB_COMPLETION_INDEX": "1"},  # a pod of an Indexed Job or JobSet, documented
-        *({"MASTER_PORT": "1"}, LINK),
+        *({}, BATCH, INTERACTIVE, LSF, PBS, LINK),
         BATCH | {"NNODES": "2"},  # exported for the steps of the sbatch script
         INTERACTIVE | {"PMIX_RANK": "0"},  # srun --mpi=pmix --ntasks=1
         ONE_BY_MPI,
         STEP | ONE_BY_MPI,  # the step's tasks are mpirun's daemons
         PBS | ONE_BY_MPI | {"PBS_NODENUM": "1"},
-        LSF | ONE_BY_MPI | {"LSF_PM_TASKID": "2"},
         {"PALS_RANKID": "0", "PMI_SIZE": "1"},
     ],
 )
@@ -121,42 +123,27 @@ PER_NODE = "--nnodes=NODES --rdzv-backend=c10d --rdzv-endpoint=HOST"
     [
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2", PER_NODE),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"} | MASTER, "PMI_SIZE=2", PER_NODE),
-        ({"MV2_COMM_WORLD_SIZE": "2"} | BATCH, "MV2_COMM_WORLD_SIZE=2", PER_NODE),
         # The daemons of mpirun are the tasks of the step.
         (STEP | {"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_SIZE=3", PER_NODE),
         (STEP | {"PMI_SIZE": "6"}, "PMI_SIZE=6, SLURM_STEP_NUM_TASKS=3, SLURM_PROCID=2", PER_NODE),
-        (BATCH | {"SLURM_PROCID": "2", "PMI_SIZE": "4"}, "PMI_SIZE=4, SLURM_PROCID=2", PER_NODE),
-        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE=2", PER_NODE),
         ({"TF_CONFIG": TF_CONFIG}, "TF_CONFIG={.*", PER_NODE),
-        ({"CLUSTER_SPEC": TF_CONFIG}, "CLUSTER_SPEC={.*", PER_NODE),
         (LSF | {"LSF_PM_TASKID": "1"}, "LSF_PM_TASKID=1", PER_NODE),  # blaunch counts from 1
         (PBS | {"PBS_TASKNUM": "2"}, "PBS_TASKNUM=2", PER_NODE),  # pbsdsh; the script is task 1
-        (PBS | {"PBS_NODENUM": "1"}, "PBS_NODENUM=1", PER_NODE),
-        ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1"}, "FLUX_JOB_SIZE=2", PER_NODE),
-        ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "1"}, "JSM_NAMESPACE_SIZE=2", PER_NODE),
-        ({"PALS_RANKID": "0", "PALS_NODEID": "0"}, "PALS_RANKID=0", PER_NODE),
         ({"PMIX_RANK": "0"}, "PMIX_RANK=0", PER_NODE),
-        (INTERACTIVE | {"PMIX_RANK": "1"}, "PMIX_RANK=1", PER_NODE),
         (
             KUBEFLOW,
             "PET_NNODES=2, PET_NODE_RANK=1",
             "--nnodes=2 --node-rank=$PET_NODE_RANK --master-addr=$PET_MAS",
         ),
-        ({"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8", PER_NODE),
         (SAGEMAKER, "SM_HOSTS=.*", "--nnodes=2 --node-rank=$((${SM_CURRENT_HOST#algo-} - 1)) "),
         (SSH, "NNODES=2, NODE_RANK=1", "--nnodes=2 --node-rank=$NODE_RANK --master-addr=$MASTER_"),
-        ({"NODE_RANK": "1"}, "NODE_RANK=1", PER_NODE),
         # One `srun --ntasks=1` per node, in a loop.
         (INTERACTIVE | SSH, "NNODES=2, NODE_RANK=1", "--nnodes=2 --node-rank=$NODE_RANK "),
         (BATCH | {"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES=2", "--nnodes=2 "),
         (POD | {"NPROC_PER_NODE": "8"}, "NPROC_PER_NODE=8, WORLD_SIZE=2", "=2 --node-rank=$RANK "),
-        (POD | {"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8, WORLD_SIZE=2", "-rank=$RANK "),
         # RANK and WORLD_SIZE are left over from a shell.
         (ALONE | {"PMI_SIZE": "2"}, "PMI_SIZE=2, WORLD_SIZE=1", PER_NODE),
         (ALONE | STEP, "SLURM_STEP_NUM_TASKS=3, SLURM_PROCID=2, WORLD_SIZE=1", PER_NODE),
-        ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES=2", "--node-rank=$SKYPILOT_NODE_RANK "),
-        ({"DSTACK_NODES_NUM": "2"}, "DSTACK_NODES_NUM=2", "--master-addr=$DSTACK_MASTER_NODE_IP"),
-        ({"LWS_GROUP_SIZE": "2"}, "LWS_GROUP_SIZE=2", "--master-addr=$LWS_LEADER_ADDRESS"),
         ({"PET_NNODES": "1:2"}, "PET_NNODES=1:2", "--nnodes=2 "),
     ],
 )
@@ -176,7 +163,7 @@ def test_one_of_several_processes_does_not_run_alone(environ, sign, options):
 
 
 SPEC = '{"cluster": {"worker": ["n1:1"]}, "task": {"type": "worker", "index": 5}}'
-ONE = ["1", "01", "1 ", "1:1", "gpu", "cpu", "auto", '["algo-1"]', SPEC]
+ONE = ["1", "1:1", "gpu", '["algo-1"]', SPEC]
 
 
 @pytest.mark.parametrize("number", ONE)
@@ -196,7 +183,6 @@ def test_one_process_per_pod_needs_no_local_rank():
 
 
 def test_precedence_of_the_launchers():
-    assert detect_launch({"OMPI_COMM_WORLD_SIZE": "1"}).launcher == "none"
     assert detect_launch(STEP | {"PMI_SIZE": "3", "PMI_RANK": "2"}).launcher == "slurm"
     assert detect_launch(STEP | {"PMIX_RANK": "2"}).launcher == "slurm"
     assert detect_launch(STEP | TORCHRUN).launcher == "torchrun"  # srun torchrun
@@ -208,23 +194,15 @@ def test_precedence_of_the_launchers():
 
 
 def test_arguments():
-    info = detect_launch({}, rank=1, world_size=2, master_addr="localhost", master_port="29500")
-    assert (info.local_rank, info.master_addr, info.master_port) == (None, "localhost", 29500)
-    info = detect_launch(TORCHRUN, rank=6, world_size=8, master_port=1234)
+    """They override variables, which supply the rest if the ranks are those of the step."""
+    info = detect_launch(TORCHRUN, rank=6, world_size=8, master_port="1234")
     assert (info.rank, info.local_rank) == (6, 1)
     assert (info.master_addr, info.master_port) == ("node7", 1234)  # one from each source
     assert detect_launch({}, rank=0, world_size=1).master_addr is None  # one rank needs no master
-    assert detect_launch(STEP, master_addr="n9", master_port=7).master_addr == "n9"
-
-
-def test_arguments_that_repeat_the_step():
-    """After `rank=int(os.environ["SLURM_PROCID"])`, the step's variables supply the rest."""
-    info = detect_launch(STEP, rank=2, world_size=3)
-    assert (info.launcher, info.local_rank, info.master_addr) == ("arguments", None, "n3")
-    assert info.master_port == detect_launch(STEP).master_port
-    # Ranks that are not numbered like the tasks get the same master and name of the job.
-    other = detect_launch(STEP, rank=1, world_size=3)
-    assert (other.master_addr, other.master_port, other.job) == ("n3", info.master_port, "5.1")
+    step = detect_launch(STEP)
+    info = detect_launch(STEP, rank=1, world_size=3)  # perhaps not numbered like the tasks
+    assert (info.launcher, info.local_rank, info.job) == ("arguments", None, "5.1")
+    assert (info.master_addr, info.master_port) == (step.master_addr, step.master_port)
 
 
 def test_empty_variable_is_not_set():
@@ -243,8 +221,6 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
     ("environ", "arguments", "message"),
     [
         ({}, {"rank": 0}, "rank=0 and world_size=None"),
-        ({}, {"world_size": 2}, "rank=None and world_size=2"),
-        ({}, {"rank": 0, "world_size": 2, "master_addr": "a"}, "^MASTER_PORT not set"),
         ({}, {"rank": -1, "world_size": 1}, "rank=-1"),
         (POD | LINK, {}, "integer, not 'tcp://10.0.0.1:29500' .* service called master.$"),
         (BATCH | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
@@ -252,30 +228,13 @@ def test_an_incomplete_set_of_variables_is_an_error(names):
         (TORCHRUN | {"WORLD_SIZE": "2.0"}, {}, "WORLD_SIZE must be an integer, not '2.0'"),
         (TORCHRUN | {"RANK": "8"}, {}, r"^rank=8, local_rank=1 and world_size=8 contradict "),
         (TORCHRUN | {"LOCAL_RANK": "8"}, {}, r"^rank=5, local_rank=8 and world_size=8 contradict "),
-        ({}, {"rank": "one", "world_size": 2}, "^rank must be an integer, not 'one'"),
         (TORCHRUN, {"master_port": 0}, "MASTER_PORT must be from 1 to 65535, not 0"),
-        (TORCHRUN | {"MASTER_PORT": "65536"}, {}, "from 1 to 65535, not 65536"),
         (STEP | {"SLURM_STEP_NODELIST": "n[1"}, {}, r"malformed host list 'n\[1': "),
-        (STEP | {"MASTER_ADDR": "n1"}, {}, "^MASTER_PORT not set"),
     ],
 )
 def test_invalid_launches_are_refused(environ, arguments, message):
     with pytest.raises(ValueError, match=message):
         detect_launch(environ, **arguments)
-
-
-def test_ports_of_steps():
-    """The steps of a job use different ports, and so do the first steps of consecutive jobs."""
-
-    def port(job: int, step: int) -> int | None:
-        launch = detect_launch(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
-        return launch.master_port
-
-    assert len({port(123456, step) for step in range(1000)}) == 1000
-    assert len({port(job, step) for job in range(900_000, 900_100) for step in range(10)}) == 1000
-    assert detect_launch(STEP | {"MASTER_PORT": "4321"}).master_port == 4321
-    both = detect_launch(STEP | {"MASTER_ADDR": "n4", "MASTER_PORT": "4321"})
-    assert (both.master_addr, both.master_port) == ("n4", 4321)
 
 
 def test_cores_per_rank(monkeypatch):

@@ -1,52 +1,24 @@
 """The contract of on_rank and rank_first: on real ranks, in one process, and at decoration."""
 
-import functools
 import inspect
 import os
-import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import free_port, run
 from rank_checks import check_passes, checks, on_ranks
 
-from ddp_ref import barrier, broadcast_object, cleanup_ddp, gather_objects, reduce_sum, run_ranks
+from ddp_ref import cleanup_ddp, reduce_sum, run_ranks
 from ddp_ref.decorators import on_rank, rank_first
 
 SCRIPT = "on_rank_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-@pytest.mark.parametrize(
-    "launch", [on_ranks(SCRIPT, 2, "--foreign"), on_ranks(SCRIPT, 3, fresh=True)]
-)
+@pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
-
-
-OTHERS = """
-import time
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from ddp_ref import on_rank
-
-def train(rank, port):
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    on_rank(0)(time.sleep)(1)
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    mp.spawn(train, (__import__("sys").argv[1],), 2)
-"""
-
-
-def test_the_rank_with_the_store_of_other_code_waits_for_those_that_still_read(tmp_path):
-    (tmp_path / "train.py").write_text(OTHERS)
-    ended = run(sys.executable, "train.py", free_port(), cwd=tmp_path, timeout=60)
-    assert ended.code == 0, ended.stderr
 
 
 def test_alone_on_rank_just_calls_the_function(alone):
@@ -82,31 +54,19 @@ async def coroutine():
     return 1
 
 
-async def async_generator():
-    yield 1
-
-
-@pytest.mark.parametrize(
-    "func", [generator, coroutine, async_generator, functools.partial(coroutine)]
-)
+@pytest.mark.parametrize("func", [generator, coroutine])
 def test_a_function_whose_body_runs_after_the_call_is_refused(func):
-    name = getattr(func, "__name__", type(func).__name__)
-    with pytest.raises(TypeError, match=f"cannot wrap .*{name}: it is a generator or coroutine"):
+    text = f"cannot wrap .*{func.__name__}: it is a generator or coroutine"
+    with pytest.raises(TypeError, match=text):
         on_rank(0)(func)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "says"),
-    [
-        ({"rank": None}, TypeError, "on_rank takes a rank"),
-        ({"rank": [0, "1"]}, TypeError, "on_rank takes a rank"),
-        ({"rank": print}, TypeError, "on_rank takes a rank"),  # without parentheses
-        ({"rank": 0}, TypeError, "below @classmethod"),
-    ],
-)
-def test_a_wrong_decoration_is_refused(options, kind, says):
-    with pytest.raises(kind, match=says):
-        on_rank(**options)(staticmethod(lambda: None))
+def test_a_wrong_decoration_is_refused():
+    for rank in ([0, "1"], print):  # the latter: without parentheses
+        with pytest.raises(TypeError, match="on_rank takes a rank"):
+            on_rank(rank)
+    with pytest.raises(TypeError, match="below @classmethod"):
+        on_rank(0)(staticmethod(lambda: None))
 
 
 def test_a_process_forked_from_a_rank_cannot_use_its_group_or_close_it():
@@ -114,8 +74,7 @@ def test_a_process_forked_from_a_rank_cannot_use_its_group_or_close_it():
 
     def work():
         dist.init_process_group("gloo")  # ddp_ref has no record of it before the first call
-        calls = [on_rank(0, broadcast=True)(lambda: 1), barrier, lambda: broadcast_object(1)]
-        for call in [*calls, lambda: reduce_sum({"x": 1.0}), lambda: gather_objects(1)]:
+        for call in (on_rank(0, broadcast=True)(lambda: 1), lambda: reduce_sum({"x": 1.0})):
             in_a_fork = {"num_workers": 1, "timeout": 30, "collate_fn": lambda _, call=call: call()}
             with pytest.raises(RuntimeError, match=r"a fork of rank .* call this in the rank"):
                 next(iter(torch.utils.data.DataLoader(range(2), **in_a_fork)))

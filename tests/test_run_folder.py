@@ -22,21 +22,20 @@ def rows(path):
 
 
 def test_the_folder_of_a_resumed_run_on_two_ranks(tmp_path):
-    def work(epochs):
+    def work():
         seen = []
-        options = {"callbacks": [LearningRateMonitor()], "run_dir": tmp_path / "run"}
-        handler = job(12, 2, **options, log=seen.append)
-        handler.set_val_loader(Points(5), 2)
-        handler.load(tmp_path / "run")
-        handler.train(epochs)
+        for epochs in (2, 3):
+            options = {"callbacks": [LearningRateMonitor()], "run_dir": tmp_path / "run"}
+            handler = job(12, 2, **options, log=seen.append)
+            handler.set_val_loader(Points(5), 2)
+            handler.load(tmp_path / "run")
+            handler.train(epochs)
         with pytest.raises(FileExistsError):  # rank 0's error
             handler.plot_losses("/dev/null/a.png")
         return handler.history, seen
 
-    (history, lines), other = run_ranks(work, 2, nproc=2, timeout=LIMIT)
-    assert other == (history, []) and len(history["val_accuracy"]) == 2
-    (history, more), _ = run_ranks(work, 3, nproc=2, timeout=LIMIT)
-    lines += more
+    (history, lines), other = run_ranks(work, nproc=2, timeout=LIMIT)
+    assert other == (history, []) and len(history["val_accuracy"]) == 3
     folder = tmp_path / "run"
     steps = {f"step_{step:09}.pt" for step in (3, 6, 9)}
     assert {path.name for path in folder.iterdir()} == {"history.csv"} | steps
@@ -55,14 +54,6 @@ def test_a_checkpoint_callback_keeps_its_own_folder(tmp_path):
     job(12, 2, callbacks=callbacks, run_dir=tmp_path / "run").train(1)
     assert {path.parent.name for path in tmp_path.rglob("*.pt")} == {"own"}
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["history.csv"]
-
-
-def test_a_folder_that_cannot_be_created_is_an_error_before_any_training(tmp_path):
-    (tmp_path / "file").touch()
-    handler = job(12, 2, run_dir=tmp_path / "file")
-    with pytest.raises(FileExistsError):
-        handler.train(1)
-    assert handler.step == 0
 
 
 def test_a_figure_needs_an_epoch_and_metrics(tmp_path):

@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import pdb
 import resource
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -76,20 +74,21 @@ def test_ranks_get_torchruns_variables_and_none_of_an_outer_launch(monkeypatch):
     for name, value in (outer | kept).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(sys, "path", [Path("ignored"), *sys.path])  # as Python ignores it
 
     def variables():
         dist.init_process_group("gloo", timeout=timedelta(minutes=1))
         dist.barrier()
-        return dict(os.environ), sys.argv, str(Path.cwd()), torch.get_num_threads()
+        return dict(os.environ), sys.argv, sys.path, str(Path.cwd()), torch.get_num_threads()
 
     results = run_ranks(variables, nproc=2, timeout=LIMIT)
-    for rank, (environ, argv, folder, threads) in enumerate(results):
+    for rank, (environ, argv, path, folder, threads) in enumerate(results):
         expected = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0}
         expected |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 1}
         assert {name: int(environ[name]) for name in expected} == expected
         assert environ["MASTER_ADDR"] == "127.0.0.1" and kept.items() <= environ.items()
         assert not {*outer} - {*expected, "MASTER_ADDR", "MASTER_PORT"} & {*environ}
-        assert (argv, folder) == (sys.argv, str(Path.cwd()))
+        assert (argv, path, folder) == (sys.argv, sys.path[1:], str(Path.cwd()))
         assert threads == max(1, available_cores() // 2)
 
 
@@ -101,7 +100,6 @@ FAULTS = {
         RuntimeError,
         "rank {} was killed by SIGKILL: did it run",
     ),
-    "SIGABRT": (os.abort, RuntimeError, "rank {} was killed by SIGABRT: look at its output"),
     "_exit": (lambda: os._exit(3), RuntimeError, "rank {} exited with code 3: look at its"),
     "sys.exit": (lambda: sys.exit(0), RuntimeError, "sys.exit(0) was called: return or"),
 }
@@ -188,30 +186,18 @@ def test_an_abort_does_not_hide_its_cause_that_is_reported_later(tmp_path):
         run_ranks(work, timeout=LIMIT)
 
 
-def test_an_exit_that_fails_is_an_error_but_hides_no_exception():
-    def work(fails):
-        atexit.register(os._exit, 3)
-        if fails:
-            os._exit = lambda _: signal.raise_signal(signal.SIGKILL)
-            raise KeyError
-
+def test_an_exit_that_fails_is_an_error():
     with pytest.raises(RuntimeError, match="rank 0 exited with code 3 after func had returned: "):
-        run_ranks(work, False, nproc=1, timeout=LIMIT)
-    with pytest.raises(KeyError):
-        run_ranks(work, True, nproc=1, timeout=LIMIT)
+        run_ranks(lambda: atexit.register(os._exit, 3) and None, nproc=1, timeout=LIMIT)
 
 
-def test_a_report_that_cannot_be_written_says_why(capfd):
-    def work(largest_file, fails):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-        return {}["key"] if fails else bytes(10**6)
+def test_a_result_that_cannot_be_written_says_why():
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, 10**5))
+        return bytes(10**6)
 
     with pytest.raises(OSError, match="File too large"):
-        run_ranks(work, 10**5, False, nproc=1, timeout=LIMIT)
-    with pytest.raises(RuntimeError, match="exited with code 1: look at its output"):
-        run_ranks(work, 0, True, nproc=1, timeout=LIMIT)
-    output = capfd.readouterr().out
-    assert "[rank 0] KeyError: 'key'" in output and "OSError: [Errno 27] File too large" in output
+        run_ranks(work, nproc=1, timeout=LIMIT)
 
 
 def test_a_failure_is_raised_at_once_although_a_thread_of_the_rank_still_runs():
@@ -223,20 +209,10 @@ def test_a_failure_is_raised_at_once_although_a_thread_of_the_rank_still_runs():
         run_ranks(work, nproc=1, timeout=LIMIT)
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_children_that_a_rank_leaves_behind_are_killed_and_do_not_hide_its_end(killed, tmp_path):
-    def work():
-        child = subprocess.Popen(["sleep", "1000"])  # it holds the rank's output file open
-        (tmp_path / str(child.pid)).touch()
-        while len(list(tmp_path.iterdir())) < 2:  # when we end, the other rank may be killed
-            time.sleep(0.05)
-        if killed and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with pytest.raises(RuntimeError, match="rank 1 was killed by S") if killed else nullcontext():
-        run_ranks(work, timeout=LIMIT)
-    children = [int(path.name) for path in tmp_path.iterdir()]
-    wait_until(lambda: not any(map(psutil.pid_exists, children)), 30)
+def test_children_that_a_rank_leaves_behind_are_killed_and_do_not_hide_its_end():
+    # The child holds the rank's output open.
+    (child,) = run_ranks(lambda: subprocess.Popen(["sleep", "1000"]).pid, nproc=1, timeout=LIMIT)
+    wait_until(lambda: not psutil.pid_exists(child), 30)
 
 
 def test_a_stopped_rank_does_not_hide_another_ranks_failure(tmp_path, monkeypatch):
@@ -248,27 +224,12 @@ def test_a_stopped_rank_does_not_hide_another_ranks_failure(tmp_path, monkeypatc
         run_ranks(lambda data: data[-1, 0], torch.zeros(10), timeout=LIMIT)
 
 
-def test_a_process_that_a_rank_forks_and_that_returns_as_well_reports_nothing():
-    def work():
-        if child := os.fork():
-            os.waitpid(child, 0)
-        return os.environ["RANK"], child == 0
-
-    assert run_ranks(work, timeout=LIMIT) == [("0", False), ("1", False)]
-
-
-@pytest.mark.parametrize("debug", [breakpoint, lambda: pdb.set_trace(), dist.breakpoint])
+@pytest.mark.parametrize("debug", [breakpoint, dist.breakpoint])
 def test_breakpoint_says_how_to_debug_instead(debug, monkeypatch):
     monkeypatch.setenv("PYTHONBREAKPOINT", "")  # the same as unset
     with pytest.raises(RuntimeError, match=r"needs a terminal.* start it with torchrun") as caught:
         run_ranks(debug, nproc=1, timeout=LIMIT)
     assert "\n" not in str(caught.value)
-
-
-def test_a_path_in_sys_path_is_ignored_as_python_ignores_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [tmp_path, *sys.path])
-    ((seen,),) = run_ranks(lambda: [sys.path], nproc=1, timeout=LIMIT)
-    assert seen == sys.path[1:]
 
 
 def test_a_rank_that_has_returned_leaves_and_its_peers_notice():
@@ -314,7 +275,7 @@ def test_a_bad_call_is_refused_before_anything_starts(error, text, call, monkeyp
 
 
 BLOCKED = """
-import ctypes, os, signal, sys, threading, time
+import os, signal, sys, threading, time
 from pathlib import Path
 from ddp_ref import run_ranks
 
@@ -323,8 +284,6 @@ def work(how):
     Path(f"ready-{os.environ['RANK']}").touch()
     if how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if how == "holding the GIL":
-        ctypes.PyDLL(None).sleep(1000)
     os.system("sleep 1000")
 
 def hold():  # a process that the parent forked keeps the connections to the ranks open
@@ -352,7 +311,7 @@ def test_an_interrupt_ends_all_ranks(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a signal for a closed pipe")
-@pytest.mark.parametrize("how", ["stopped", "holding the GIL", "after a fork"])
+@pytest.mark.parametrize("how", ["stopped", "after a fork"])
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, how):
     (tmp_path / "script.py").write_text(BLOCKED)
     holder = tmp_path / "holder"
@@ -371,7 +330,6 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path, how):
 SCRIPT_OF_CLASSES = """
 import functools
 from typing import NamedTuple
-import torch
 import torch.distributed as dist
 from ddp_ref import initialize_ddp, run_ranks
 
@@ -388,12 +346,12 @@ class Job:
     def __call__(self):
         return gather()
 
-for func in (gather, torch.no_grad()(gather), functools.partial(gather), Job(), Job().__call__):
+for func in (functools.partial(gather), Job()):
     assert run_ranks(func) == [True, True], func
 """
 
 
-def test_classes_of_the_script_are_found_through_decorators_partials_and_objects(tmp_path):
+def test_classes_of_the_script_are_found_through_partials_and_objects(tmp_path):
     (tmp_path / "tempfile.py").write_text("raise SystemExit('not the standard library')")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/script.py").write_text(SCRIPT_OF_CLASSES)
@@ -401,16 +359,16 @@ def test_classes_of_the_script_are_found_through_decorators_partials_and_objects
     assert result.code == 0, result.stderr
 
 
-@pytest.mark.parametrize("closing", ["sys.stdout.close()", "sys.stdout = open('/dev/full', 'w')"])
-def test_a_stdout_that_cannot_print_loses_no_result_and_hides_no_error(tmp_path, closing):
-    code = f"""if True:
+def test_a_stdout_that_cannot_print_loses_no_result_and_hides_no_error(tmp_path):
+    code = """if True:
         import sys, warnings
         from ddp_ref import run_ranks
         warnings.simplefilter("always")
-        {closing}
+        sys.stdout.close()
         results = run_ranks(lambda: print("a line") or 7)
+        sys.stdout = open("/dev/full", "w")
         try:
-            run_ranks(lambda: print("a line") or {{}}["key"])
+            run_ranks(lambda: print("a line") or {}["key"])
         except KeyError as error:
             print(results, repr(error), file=sys.stderr)
     """
