@@ -88,12 +88,15 @@ ONE_BY_MPI = {"OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"}
 @pytest.mark.parametrize(
     "environ",
     [
-        *({}, BATCH, INTERACTIVE, LSF, PBS, LINK),
+        *({}, BATCH, INTERACTIVE, LSF, PBS),
+        {"JOB_COMPLETION_INDEX": "1"},  # a pod of an Indexed Job or JobSet, documented
+        *({"MASTER_PORT": "1"}, LINK),
         BATCH | {"NNODES": "2"},  # exported for the steps of the sbatch script
         INTERACTIVE | {"PMIX_RANK": "0"},  # srun --mpi=pmix --ntasks=1
         ONE_BY_MPI,
         STEP | ONE_BY_MPI,  # the step's tasks are mpirun's daemons
         PBS | ONE_BY_MPI | {"PBS_NODENUM": "1"},
+        LSF | ONE_BY_MPI | {"LSF_PM_TASKID": "2"},
         {"PALS_RANKID": "0", "PMI_SIZE": "1"},
     ],
 )
@@ -123,27 +126,42 @@ PER_NODE = "--nnodes=NODES --rdzv-backend=c10d --rdzv-endpoint=HOST"
     [
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE=2", PER_NODE),
         ({"PMI_SIZE": "2", "PMI_RANK": "1"} | MASTER, "PMI_SIZE=2", PER_NODE),
+        ({"MV2_COMM_WORLD_SIZE": "2"} | BATCH, "MV2_COMM_WORLD_SIZE=2", PER_NODE),
         # The daemons of mpirun are the tasks of the step.
         (STEP | {"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_SIZE=3", PER_NODE),
         (STEP | {"PMI_SIZE": "6"}, "PMI_SIZE=6, SLURM_STEP_NUM_TASKS=3, SLURM_PROCID=2", PER_NODE),
+        (BATCH | {"SLURM_PROCID": "2", "PMI_SIZE": "4"}, "PMI_SIZE=4, SLURM_PROCID=2", PER_NODE),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE=2", PER_NODE),
         ({"TF_CONFIG": TF_CONFIG}, "TF_CONFIG={.*", PER_NODE),
+        ({"CLUSTER_SPEC": TF_CONFIG}, "CLUSTER_SPEC={.*", PER_NODE),
         (LSF | {"LSF_PM_TASKID": "1"}, "LSF_PM_TASKID=1", PER_NODE),  # blaunch counts from 1
         (PBS | {"PBS_TASKNUM": "2"}, "PBS_TASKNUM=2", PER_NODE),  # pbsdsh; the script is task 1
+        (PBS | {"PBS_NODENUM": "1"}, "PBS_NODENUM=1", PER_NODE),
+        ({"FLUX_JOB_SIZE": "2", "FLUX_TASK_RANK": "1"}, "FLUX_JOB_SIZE=2", PER_NODE),
+        ({"JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_RANK": "1"}, "JSM_NAMESPACE_SIZE=2", PER_NODE),
+        ({"PALS_RANKID": "0", "PALS_NODEID": "0"}, "PALS_RANKID=0", PER_NODE),
         ({"PMIX_RANK": "0"}, "PMIX_RANK=0", PER_NODE),
+        (INTERACTIVE | {"PMIX_RANK": "1"}, "PMIX_RANK=1", PER_NODE),
         (
             KUBEFLOW,
             "PET_NNODES=2, PET_NODE_RANK=1",
             "--nnodes=2 --node-rank=$PET_NODE_RANK --master-addr=$PET_MAS",
         ),
+        ({"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8", PER_NODE),
         (SAGEMAKER, "SM_HOSTS=.*", "--nnodes=2 --node-rank=$((${SM_CURRENT_HOST#algo-} - 1)) "),
         (SSH, "NNODES=2, NODE_RANK=1", "--nnodes=2 --node-rank=$NODE_RANK --master-addr=$MASTER_"),
+        ({"NODE_RANK": "1"}, "NODE_RANK=1", PER_NODE),
         # One `srun --ntasks=1` per node, in a loop.
         (INTERACTIVE | SSH, "NNODES=2, NODE_RANK=1", "--nnodes=2 --node-rank=$NODE_RANK "),
         (BATCH | {"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES=2", "--nnodes=2 "),
         (POD | {"NPROC_PER_NODE": "8"}, "NPROC_PER_NODE=8, WORLD_SIZE=2", "=2 --node-rank=$RANK "),
+        (POD | {"PET_NPROC_PER_NODE": "8"}, "PET_NPROC_PER_NODE=8, WORLD_SIZE=2", "-rank=$RANK "),
         # RANK and WORLD_SIZE are left over from a shell.
         (ALONE | {"PMI_SIZE": "2"}, "PMI_SIZE=2, WORLD_SIZE=1", PER_NODE),
         (ALONE | STEP, "SLURM_STEP_NUM_TASKS=3, SLURM_PROCID=2, WORLD_SIZE=1", PER_NODE),
+        ({"SKYPILOT_NUM_NODES": "2"}, "SKYPILOT_NUM_NODES=2", "--node-rank=$SKYPILOT_NODE_RANK "),
+        ({"DSTACK_NODES_NUM": "2"}, "DSTACK_NODES_NUM=2", "--master-addr=$DSTACK_MASTER_NODE_IP"),
+        ({"LWS_GROUP_SIZE": "2"}, "LWS_GROUP_SIZE=2", "--master-addr=$LWS_LEADER_ADDRESS"),
         ({"PET_NNODES": "1:2"}, "PET_NNODES=1:2", "--nnodes=2 "),
     ],
 )
