@@ -93,10 +93,10 @@ def _judge(ranks: list[Observed]) -> str | None:
             "the ranks now hold different weights: each knows the new values of its own chunk "
             "alone, until you gather them"
         )
-    if held > 10:
+    if held > 7.5:
         return (
             f"after step(), a rank holds {held:.1f} bytes per weight, but 4 for the weights and "
-            "8/3 for AdamW's state would do. Have you dropped the gradients?"
+            "8/3 for AdamW's state would do. Have you dropped the gradients, also your chunk's?"
         )
     return trial.judge_units([units], [2])
 

@@ -97,7 +97,7 @@ MISTAKES = {
         (StepsEverything, "AdamW steps 115456 of"),
         (ForgetsToGather, "the ranks now hold different weights"),
         (StepsACopy, "AdamW steps a copy"),
-        (KeepsGradients, "Have you dropped the gradients?"),
+        (KeepsGradients, "Have you dropped the gradients"),
         (IgnoresItsRate, "leads to other weights than PyTorch's"),
         (OnlyEvenModels, "AdamW steps 38485 of"),
     ]
