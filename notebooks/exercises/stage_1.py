@@ -23,6 +23,8 @@ class SimulatedRing:
         self.sent: list[int] = []
 
     def send(self, tensor: Tensor) -> None:
+        if len(self.sent) == 10 * self.world_size:
+            raise RuntimeError(f"rank {self.rank} sends without end: does your loop stop?")
         self.sent.append(tensor.numel())
         self._links[self.rank].put(tensor.clone())
 
@@ -56,10 +58,11 @@ def _simulate(function: Callable[..., Any], n: int) -> Ranks:
     with ThreadPoolExecutor(n) as pool:
         chunks = [[*own.tensor_split(n)] for own in after]
         calls = [pool.submit(function, *each) for each in zip(rings, chunks, strict=True)]
-    try:
-        for call in calls:
-            call.result()
-    except queue.Empty:
+    errors = [error for call in calls if (error := call.exception())]
+    for error in errors:
+        if not isinstance(error, queue.Empty):  # it explains why the others wait
+            raise error
+    if errors:
         raise RuntimeError(
             f"with {n} ranks, a rank waited for a message that nobody had sent. In each of the "
             "world_size - 1 steps, every rank sends one chunk and then receives one"

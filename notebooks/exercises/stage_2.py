@@ -38,6 +38,7 @@ def _start(start_alike: Callable[[nn.Module], Any]) -> tuple[State, State]:
     open_impatient_group()
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[0].bias.requires_grad_(False)
     for _ in range(dist.get_rank() + 1):
         model(torch.rand(8, 3))  # moves the running mean and counts the batch
     model[1].register_buffer("table", torch.rand(2), persistent=False)
@@ -56,6 +57,8 @@ def _judge_start(seen: list[tuple[State, State]]) -> str | None:
         for name in wanted
         if not all(torch.equal(after[name], wanted[name]) for _, after in seen)
     ]
+    if differ == ["0.bias"]:
+        return "a frozen parameter is not rank 0's: skip none for its requires_grad"
     if {"0.weight", "0.bias", "1.weight", "1.bias"} & {*differ}:
         return (
             "the parameters are not rank 0's on every rank. A broadcast works in place, so give it "
@@ -87,17 +90,25 @@ def _judge_average(ranks: list[tuple[Tensor, Tensor, float]]) -> str | None:
     return trial.judge_units([max(2, *units)], [2])  # fewer: by a call that is not recorded
 
 
-def _shards(shard_indices: Callable[..., Any]) -> list[list[list[int]]]:
-    """Return what each rank reads, for each of SIZES, in the epochs 0 and 1."""
-    return [
+def _shards(shard_indices: Callable[..., Any]) -> tuple[list[list[list[int]]], bool]:
+    """Return what each rank reads, for each of SIZES, in the epochs 0 and 1.
+
+    And whether torch's own generator is as before.
+    """
+    before = torch.get_rng_state()
+    found = [
         [list(shard_indices(length, rank, ranks, epoch)) for rank in range(ranks)]
         for length, ranks in SIZES
         for epoch in (0, 1)
     ]
+    untouched = torch.equal(torch.get_rng_state(), before)
+    torch.set_rng_state(before)
+    return found, untouched
 
 
-def _judge_shards(seen: list[list[list[list[int]]]]) -> str | None:
-    for number, found in enumerate(seen[0]):
+def _judge_shards(seen: list[tuple[list[list[list[int]]], bool]]) -> str | None:
+    all_found, untouched = seen[0]
+    for number, found in enumerate(all_found):
         (length, ranks), epoch = SIZES[number // 2], number % 2
         wanted = []
         for rank in range(ranks):
@@ -106,7 +117,12 @@ def _judge_shards(seen: list[list[list[list[int]]]]) -> str | None:
             wanted.append(list(sampler))
         if found != wanted:
             case = f"of {length} items on {ranks} ranks in epoch {epoch}"
-            return f"{case}, you give {found}. {_mistake(found, wanted, seen[0], length)}"
+            return f"{case}, you give {found}. {_mistake(found, wanted, all_found, length)}"
+    if not untouched:
+        return (
+            "the items are right, but torch.manual_seed seeds the whole process, so every rank's "
+            "dropout begins again in each epoch. Seed a torch.Generator() of your own"
+        )
     return None
 
 

@@ -83,6 +83,7 @@ class Step(NamedTuple):
     calls: str
     log: Log
     scale: float
+    zeros: bool  # in place of gradients that are None, afterwards
 
 
 def _step(token_step: Any, counted: Sequence[int], limit: float, factor: float = 1.0) -> Step:
@@ -104,7 +105,8 @@ def _step(token_step: Any, counted: Sequence[int], limit: float, factor: float =
 
     with recorded() as log:
         token_step(model, optimizer, scaler, parts, watched, limit)
-    return Step(torch.stack(sums), used, "".join(calls), log, scaler.get_scale())
+    zeros = all(w.grad is not None and not w.grad.any() for w in model.parameters())
+    return Step(torch.stack(sums), used, "".join(calls), log, scaler.get_scale(), zeros)
 
 
 def _take_steps(token_step: Callable[..., Any]) -> list[Step]:
@@ -162,6 +164,8 @@ def _judge(ranks: list[list[Step]]) -> str | None:
             f"with the limit {LIMIT}, the gradient has the norm {small.norm():.2f}, or points in "
             "another direction than the mean: clip its norm once, when the mean is complete"
         )
+    if any(step.scale != SCALE for step in [*plain, *clipped]):
+        return "all gradients were finite, but the scale has changed: call scaler.update()"
     if any(step.used or step.scale == SCALE for step in infinite):
         return (
             "an infinite gradient of rank 1 reached the weights, or left the scale as it was. "
@@ -171,6 +175,8 @@ def _judge(ranks: list[list[Step]]) -> str | None:
     wanted = torch.stack([step.sums for step in empty]).sum((0, 1)) / 24
     if not empty[0].used or not trial.close(empty[0].used[0], wanted):
         return "it is right, but not with 2 microbatches, or not if a rank has no tokens"
+    if any(step.zeros for step in plain):
+        return "right, but it leaves gradients of zeros in memory: they must be None afterwards"
     return None
 
 

@@ -44,6 +44,7 @@ class Trained(NamedTuple):
     layers: Step
     torchs: tuple[int, ...]
     branches: Step | None  # None: a rank waited for an all-reduce that never came
+    pairs: Step | None  # the same, with two gradients in the first bucket
 
 
 class Branches(nn.ModuleList):
@@ -107,20 +108,25 @@ def _take_a_step(make: Callable[..., Any], model: nn.Module, cap: int) -> Step:
 def _train(make: Callable[..., Any]) -> Trained:
     open_impatient_group()
     layers, torchs = _take_a_step(make, _layers(), SMALL_CAP), _sizes_of_ddp()
-    torch.manual_seed(0)
-    model = Branches([nn.Linear(WIDTHS[0], 8, bias=False) for _ in range(3)])
     try:
-        branches = _take_a_step(make, model, cap=1)
-        dist.barrier()  # a rank waits here if another one has sent more
+        branches, pairs = (_branch_off(make, cap) for cap in (1, 100))  # 64 bytes each
     except RuntimeError as error:
         if not has_no_partner(error):
             raise
-        branches = None
-    return Trained(layers, torchs, branches)
+        return Trained(layers, torchs, None, None)
+    return Trained(layers, torchs, branches, pairs)
+
+
+def _branch_off(make: Callable[..., Any], cap: int) -> Step:
+    torch.manual_seed(0)
+    model = Branches([nn.Linear(WIDTHS[0], 8, bias=False) for _ in range(4)])
+    step = _take_a_step(make, model, cap)
+    dist.barrier()  # a rank waits here if another one has sent more
+    return step
 
 
 def _judge(ranks: list[Trained]) -> str | None:
-    (sizes, starts, *_), torchs, _ = ranks[0]
+    (sizes, starts, *_), torchs, *_ = ranks[0]
     layers, branches = [rank.layers for rank in ranks], [rank.branches for rank in ranks]
     if not sizes:
         return (
@@ -145,7 +151,7 @@ def _judge(ranks: list[Trained]) -> str | None:
         )
     if hint := _judge_means(layers):
         return f"after finish(), {hint}. Does each parameter get its own piece of the bucket?"
-    if None in branches or {len(step.sizes) for step in branches if step} != {3}:
+    if None in branches or {len(step.sizes) for step in branches if step} != {4}:
         return (
             "the ranks wait for each other if their gradients are ready in different orders. When "
             "the first bucket is complete, how many others may have been waiting for their turn?"
@@ -154,6 +160,11 @@ def _judge(ranks: list[Trained]) -> str | None:
         return (
             "with branches that rank 0 computes in the opposite order, the ranks add gradients of "
             "different parameters. Which bucket may be sent next?"
+        )
+    if _judge_means([rank.pairs for rank in ranks]):
+        return (
+            "two gradients of one bucket are ready in another order on rank 0, and then the ranks "
+            "add different ones: pack them in the bucket's order, not in that of the hooks"
         )
     return None
 

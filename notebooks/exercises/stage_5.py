@@ -93,7 +93,7 @@ def _judge(ranks: list[Observed]) -> str | None:
             "the ranks now hold different weights: each knows the new values of its own chunk "
             "alone, until you gather them"
         )
-    if held > 7.5:
+    if held > 7:
         return (
             f"after step(), a rank holds {held:.1f} bytes per weight, but 4 for the weights and "
             "8/3 for AdamW's state would do. Have you dropped the gradients, also your chunk's?"

@@ -95,6 +95,7 @@ class Observed(NamedTuple):
 
     trained: int  # numbers in parameters()
     held: float  # bytes per weight, after a step
+    between: float  # the same, between forward and backward
     right: bool  # the output
     square: float  # of the gradients
     own_gradient: Tensor  # of the whole block, before an average
@@ -110,6 +111,7 @@ def _observe(ShardedBlock: Any) -> Observed:
     block = ShardedBlock(trial.new_gpt().blocks.layers[0])
     with recorded() as forward:
         output = block(x)
+    between = (trial.bytes_held() - before) / BLOCK
     with recorded() as backward:
         output.square().mean().backward()
     units = [trial.units_sent(log, BLOCK) for log in (forward, backward)]
@@ -120,7 +122,7 @@ def _observe(ShardedBlock: Any) -> Observed:
     del output
     held = (trial.bytes_held() - before) / BLOCK
     dist.barrier()
-    return Observed(trained, held, right, square, own_gradient, units)
+    return Observed(trained, held, between, right, square, own_gradient, units)
 
 
 def _judge(ranks: list[Observed]) -> str | None:
@@ -150,6 +152,11 @@ def _judge(ranks: list[Observed]) -> str | None:
         )
     if hint := trial.judge_units(units, [1, 2]):
         return f"{hint}. FSDP2 gathers again in backward, and keeps nothing whole"
+    if max(rank.between for rank in ranks) > 5 / n:
+        return (
+            f"between forward and backward, a rank holds {ranks[0].between:.1f} bytes per weight, "
+            f"but its chunk takes 4/{n}. Keep nothing whole, neither in ctx nor in the block"
+        )
     return None
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
-    *("reduce_scatter_tensor", "send", "isend", "recv", "barrier"),
+    *("reduce_scatter_tensor", "reduce", "all_gather_object", "send", "isend", "recv", "barrier"),
 )
 Span = tuple[float, float]  # from when to when, in seconds
 

@@ -149,6 +149,7 @@ def units_sent(log: Log, numbers: int) -> float:
     n = dist.get_world_size()
     # What a call sends for each byte of its largest tensor. Gloo's reduce-scatter is an all-reduce.
     units = {"recv": 0, "all_gather": n, "all_gather_into_tensor": 1}
+    units |= {"all_gather_object": n, "broadcast": 1, "reduce": 1}  # of a rank, on average
     units |= {"all_reduce": 2, "reduce_scatter": 2 * n, "reduce_scatter_tensor": 2}
     sent = sum(units.get(call.name, n / (n - 1)) * call.size for call in log.calls)
     return sent / (4 * numbers)

@@ -48,6 +48,12 @@ def receives_another(ring, chunks):
     ring.receive(chunks[ring.rank])
 
 
+def never_stops(ring, chunks):
+    while True:
+        ring.send(chunks[ring.rank - 1])
+        chunks[ring.rank - 2] += ring.receive(chunks[ring.rank - 2])
+
+
 def adds_complete_chunks(ring, chunks):
     rotate(ring, chunks, 0, ring.world_size - 1, add)
 
@@ -63,6 +69,7 @@ MISTAKES = {
         (adds_nowhere, "no chunk has changed"),
         (replaces, "a chunk replaced another one"),
         (receives_first, "waited for a message that nobody had sent"),
+        (never_stops, "does your loop stop?"),
         (receives_another, "receive the chunk that the rank before you sends"),
     ],
     "all_gather": [

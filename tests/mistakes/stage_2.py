@@ -24,6 +24,12 @@ def saved_alone(model):
         dist.broadcast(tensor, src=0)
 
 
+def skips_frozen(model):
+    trained = [each for each in model.parameters() if each.requires_grad]
+    for tensor in [*trained, *model.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)
+
+
 def sums(model):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
@@ -81,17 +87,32 @@ def own_order(length, rank, world_size, epoch):
     return (order(length, epoch + 10 * rank) * world_size)[:even][rank::world_size]
 
 
+def gathers_objects(model):
+    for parameter in model.parameters():
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, parameter.grad)
+        parameter.grad = sum(every) / len(every)
+
+
+def seeds_the_process(length, rank, world_size, epoch):
+    even = math.ceil(length / world_size) * world_size
+    items = torch.randperm(length, generator=torch.manual_seed(epoch)).tolist()
+    return (items * world_size)[:even][rank::world_size]
+
+
 MISTAKES = {
     "start_alike": [
         (new_parameters, "the parameters are not rank 0's"),
         (parameters_alone, "not the buffers 1.running_mean, 1.running_var"),
         (saved_alone, "not the buffers 1.table"),
+        (skips_frozen, "a frozen parameter is not rank 0's"),
     ],
     "average_gradients": [
         (sums, "rank 0's gradient is the sum over the ranks"),
         (divides_by_two, "half of the sum, but here are 3 ranks"),
         (divides_twice, "divided twice"),
         (averages_twice, "sends 4.0 units"),
+        (gathers_objects, "sends 3.0 units"),
         (averages_copies, "rank 0's gradient is this rank's own"),
         (averages_on_rank_0, "rank 1's gradient is not the mean"),
     ],
@@ -99,6 +120,7 @@ MISTAKES = {
         (without_padding, "items, or a rank waits for the others"),
         (the_same_in_every_epoch, "It is the same in every epoch"),
         (blocks, "Rank r takes the items r"),
+        (seeds_the_process, "seeds the whole process"),
         (own_order, "All ranks must draw the same permutation"),
     ],
 }

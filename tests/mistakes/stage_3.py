@@ -111,6 +111,21 @@ def keeps_the_gradients(model, optimizer, scaler, microbatches, loss_of, limit):
     finish(model, optimizer, scaler, limit)
 
 
+def leaves_zeros(model, optimizer, scaler, microbatches, loss_of, limit):
+    backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
+    average_gradients(model)
+    finish(model, optimizer, scaler, limit)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def halves_the_scale(model, optimizer, scaler, microbatches, loss_of, limit):
+    backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
+    average_gradients(model)
+    finish(model, optimizer, scaler, limit)
+    scaler.update(scaler.get_scale() / 2)
+
+
 def skips_without_tokens(model, optimizer, scaler, microbatches, loss_of, limit):
     factor = factor_of(microbatches)
     for microbatch in microbatches:
@@ -141,6 +156,8 @@ MISTAKES = {
         (clips_before_the_mean, "clip its norm once, when the mean is complete"),
         (steps_at_once, "reached the weights"),
         (keeps_the_gradients, "a later one does not"),
+        (leaves_zeros, "it leaves gradients of zeros"),
+        (halves_the_scale, "but the scale has changed"),
         (skips_without_tokens, "your function raised"),
         (scales_the_gradients, "right up to rounding"),
     ],

@@ -108,6 +108,24 @@ class StartsOneAtMost(Right):
             self.start(self.buckets[len(self.started)])
 
 
+class PacksWhatIsReady(Right):
+    """In the order of the hooks."""
+
+    def __init__(self, model, cap):
+        self.came = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.came.append)
+        super().__init__(model, cap)
+
+    def start(self, bucket):
+        numbers = {id(parameter): number for number, parameter in enumerate(self.came)}
+        super().start(sorted(bucket, key=lambda parameter: numbers[id(parameter)]))
+
+    def reset(self):
+        self.came.clear()
+        super().reset()
+
+
 class WaitsForAll(Right):
     def finish(self):
         super().finish()
@@ -130,6 +148,7 @@ MISTAKES = {
         (WaitsInTheHook, "a hook waits for an all-reduce"),
         (SendsWhatIsComplete, "the ranks add gradients of different parameters"),
         (StartsOneAtMost, "how many others may have been waiting"),
+        (PacksWhatIsReady, "pack them in the bucket's order"),
         (WaitsForAll, "192, 0) bytes"),
         (Mixes, "is not the mean over the ranks, or not everywhere"),
     ],

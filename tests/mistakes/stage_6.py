@@ -99,6 +99,14 @@ class GathersOnce(RightBlock):
         return self.compute(*args, **kwargs)
 
 
+class KeepsTheWholeForBackward(RightBlock):
+    def gather(self):
+        whole = super().gather()
+        self.last = whole.detach()
+        whole.register_hook(lambda _: setattr(self, "last", None))
+        return whole
+
+
 class TakesChunk0(RightBlock):
     def chunk(self, whole):
         return whole.tensor_split(dist.get_world_size())[0]
@@ -126,6 +134,7 @@ MISTAKES = {
         (KeepsTheBlock, "Who keeps the whole weights?"),
         (TrainsTheBlock, "only this rank's chunk may be an nn.Parameter"),
         (GathersOnce, "FSDP2 gathers again in backward"),
+        (KeepsTheWholeForBackward, "between forward and backward"),
         (TakesChunk0, "the output is not that of the whole block"),
         (DividesTwice, "gradient is divided twice"),
         (GathersWithoutGradient, "gradient is missing"),
