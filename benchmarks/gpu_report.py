@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 from datetime import date
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -117,9 +118,8 @@ def run(part: Part) -> tuple[str, int]:
         lines = file.read().strip().splitlines()
     failed = result != "passed"
     shown = lines[-(SHOWN_OF_A_FAILURE if failed else part.lines) :]
-    tables = [index for index, line in enumerate(shown) if line.startswith("|")]
-    whole = failed or not tables  # otherwise without the lines of progress above the tables
-    shown = [f"    {line}" for line in shown] if whole else shown[tables[0] :]
+    tables = list(dropwhile(lambda line: not line.startswith("|"), shown))  # and notes, no progress
+    shown = tables if tables and not failed else [f"    {line}" for line in shown]
     return "\n".join([f"{time.monotonic() - start:.0f} s, {result}.", "", *shown]), int(failed)
 
 

@@ -17,7 +17,10 @@ from pathlib import Path
 from threading import Thread
 
 FOLDER = "DDP_TEST_COMMANDS"
-MESSAGE_SIZE = 2**17  # bytes
+# Puts the commands first again, after `%load_ext lesson` has changed PATH.
+BEFORE_EACH_CELL = f"""get_ipython().events.register("pre_run_cell", lambda _: __import__("os").\
+environ.update(PATH=__import__("os").path.expandvars("${FOLDER}:$PATH")))"""
+MESSAGE_SIZE = 2**17  # bytes of a request, which must fit into the socket's buffer
 HANDED_ON = signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 
 
@@ -27,7 +30,7 @@ def main() -> None:
     folder, name = Path(command).parent, Path(command).name
     if name == "torchrun":
         arguments = ["-m", "torch.distributed.run", *arguments]
-    ignored = [int(each) for each in HANDED_ON if signal.getsignal(each) is signal.SIG_IGN]
+    ignored = ignored_signals()
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(str(folder / "socket"))
     request = pickle.dumps((namespaces(), arguments, dict(os.environ), str(Path.cwd()), ignored))
@@ -44,6 +47,15 @@ def main() -> None:
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def ignored_signals() -> list[int]:
+    """Return the signals that are ignored here: children inherit that.
+
+    SIGPIPE and SIGXFSZ do not count: Python ignores them itself, but resets them for its children.
+    """
+    others = signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
+    return [int(number) for number in others if signal.getsignal(number) is signal.SIG_IGN]
 
 
 def namespaces() -> list[str]:

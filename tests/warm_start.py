@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import FRESH
+from warm_shell import BEFORE_EACH_CELL, FOLDER, MESSAGE_SIZE, ignored_signals
 
 PRELOADED = ("torch", "torch.distributed.run", "numpy", "sklearn.datasets", "cloudpickle", "psutil")
 PRELOADED += ("torch._dynamo",)  # a second of CPU time, for the first optimizer of a process
@@ -57,14 +58,8 @@ HANDLED |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}  # torchrun reads it when it m
 HANDLED |= {"TORCH_CPP_LOG_LEVEL"}  # a fork keeps the template's: that is only about warnings
 HANDLED |= {"PYTHON"}  # only the Makefile reads it
 
-# Puts the commands of warm_shell.py first again, after `%load_ext lesson` has changed PATH.
-COMMANDS = "DDP_TEST_COMMANDS"
-BEFORE_EACH_CELL = f"""get_ipython().events.register("pre_run_cell", lambda _: __import__("os").\
-environ.update(PATH=__import__("os").path.expandvars("${COMMANDS}:$PATH")))"""
-
 SPACE = "_" * 2**14  # pads the template's arguments and environment, see `_show_to_others`
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-MESSAGE_SIZE = 2**17  # bytes of a request, which must fit into the socket's buffer
 MAX_FDS = 64
 PATIENCE = 60.0  # seconds to wait for a template on a busy machine
 
@@ -194,7 +189,7 @@ def _fork(template: Template, given: dict[str, Any]) -> int | None:
         os.path.abspath(given["cwd"] or "."),  # noqa: PTH100 - keeps symbolic links
         given["start_new_session"],
         [0, 1, 2, *given["pass_fds"]],
-        _ignored_signals(),
+        ignored_signals(),
     )
     return template.start(start, [*streams, *given["pass_fds"]])
 
@@ -204,7 +199,7 @@ def _spawn(path: Any, command: list[Any], descriptors: Any) -> int:
     executable, *arguments = map(os.fsdecode, command)
     if _template is not None and os.fsdecode(path) == executable == sys.executable:
         kept = sorted({0, 1, 2, *descriptors})
-        start = Start(arguments, dict(os.environ), str(Path.cwd()), False, kept, _ignored_signals())
+        start = Start(arguments, dict(os.environ), str(Path.cwd()), False, kept, ignored_signals())
         pid = _template.start(start, kept)
         if pid is not None:
             return pid
@@ -214,15 +209,6 @@ def _spawn(path: Any, command: list[Any], descriptors: Any) -> int:
 def fork(start: Start, descriptors: list[int]) -> int | None:
     """Fork a process that warm_shell.py was asked for. Return its pid; None: start it fresh."""
     return None if _template is None else _template.start(start, descriptors)
-
-
-def _ignored_signals() -> list[int]:
-    """Return the signals that are ignored here: children inherit that.
-
-    SIGPIPE and SIGXFSZ do not count: Python ignores them itself, but resets them for its children.
-    """
-    others = signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}
-    return [int(number) for number in others if signal.getsignal(number) is signal.SIG_IGN]
 
 
 def install() -> None:
@@ -400,7 +386,7 @@ def run(arguments: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
-    if arguments[:2] == ["-m", "ipykernel_launcher"] and COMMANDS in os.environ:
+    if arguments[:2] == ["-m", "ipykernel_launcher"] and FOLDER in os.environ:
         arguments.append(f"--IPKernelApp.exec_lines={BEFORE_EACH_CELL}")
     if arguments[0] == "-m":
         sys.argv = ["-m", *arguments[2:]]
