@@ -1,6 +1,5 @@
 """The contract of on_rank and rank_first: on real ranks, in one process, and at decoration."""
 
-import inspect
 import os
 from datetime import timedelta
 
@@ -33,15 +32,11 @@ def test_alone_on_rank_just_calls_the_function(alone):
     def fail():
         raise Local("here")
 
-    assert (double.__name__, str(inspect.signature(double))) == ("double", "(x, *, plus=0)")
     assert double(3, plus=1) == 7
     assert on_rank([0])(lambda: on_rank(0)(lambda: "inner")())() == "inner"
     with pytest.raises(Local), rank_first():
         assert double(1) == 2
-        raise Local
-    with pytest.raises(Local) as caught:
         fail()
-    assert not hasattr(caught.value, "__notes__")
     with pytest.raises(ValueError, match="0 to 0"):
         on_rank(1)(lambda: None)()
 
@@ -59,14 +54,6 @@ def test_a_function_whose_body_runs_after_the_call_is_refused(func):
     text = f"cannot wrap .*{func.__name__}: it is a generator or coroutine"
     with pytest.raises(TypeError, match=text):
         on_rank(0)(func)
-
-
-def test_a_wrong_decoration_is_refused():
-    for rank in ([0, "1"], print):  # the latter: without parentheses
-        with pytest.raises(TypeError, match="on_rank takes a rank"):
-            on_rank(rank)
-    with pytest.raises(TypeError, match="below @classmethod"):
-        on_rank(0)(staticmethod(lambda: None))
 
 
 def test_a_process_forked_from_a_rank_cannot_use_its_group_or_close_it():
