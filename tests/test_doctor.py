@@ -4,9 +4,7 @@ import json
 import socket
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
-import pytest
 from harness import SCRIPTS, run, torchrun
 
 from ddp_ref.launch import LaunchInfo
@@ -104,13 +102,3 @@ def test_too_few_gpus_are_a_problem_unless_the_ranks_share_them(monkeypatch):
     monkeypatch.delenv("DDP_SHARE_GPUS")
     slurm = replace(launch, launcher="slurm")  # --gpus-per-task=1: a task sees only its own GPU
     assert result(doctor._devices, slurm).level == "ok"
-
-
-
-
-@pytest.mark.parametrize(("mib", "level"), [(64, "warning"), (4096, "ok")])
-def test_size_of_the_shared_memory(monkeypatch, mib, level):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=mib * 2**20))
-    shown = result(doctor._shm)
-    assert shown.level == level and f"/dev/shm has {mib / 1024:.3g} GiB" in shown.text
-    assert ("--shm-size" in shown.advice) == (level == "warning")

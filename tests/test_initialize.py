@@ -43,7 +43,7 @@ os.environ.pop("OMP_NUM_THREADS", None)  # the threads are ours to set
 import torch
 torch.set_num_threads(7)  # no rank's share of the cores
 import torch.distributed as dist
-from ddp_ref import cleanup_ddp, initialize, initialize_ddp
+from ddp_ref import cleanup_ddp, initialize_ddp
 from ddp_ref.initialize import open_group
 
 def total():  # the sum of all ranks' (rank + 1) proves that the group works
@@ -232,21 +232,6 @@ show(initialize_ddp(timedelta(seconds=20)))
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
 
 
-def test_local_ranks_that_no_variable_gives_are_counted(tmp_path):
-    """Rank 1 is in a pod of its own."""
-    body = """
-if os.environ["RANK"] == "1":
-    initialize.socket.gethostname = lambda: "another-pod"
-show(initialize_ddp(timedelta(seconds=40)))
-"""
-    path, port = script(tmp_path, body), free_port()
-    with ExitStack() as stack:
-        ranks = [stack.enter_context(start(path, rank, 3, port)) for rank in range(3)]
-        assert [rank.wait(60).code for rank in ranks] == [0] * 3
-    cores, half = available_cores(), max(1, available_cores() // 2)
-    assert [[line[2], line[5]] for line in shown(tmp_path)] == [[0, half], [0, cores], [1, half]]
-
-
 # ---------------------------------------------------------------- one process
 
 
@@ -276,14 +261,11 @@ def test_world_of_one(monkeypatch):
     cleanup_ddp()
 
 
-@pytest.mark.parametrize(
-    ("host", "cause"), [(HOST, "refused"), ("no-such-host.invalid", "(not known|resolution)")]
-)
-def test_unreachable_master(host, cause):
+def test_unreachable_master():
     """The error has the system's text."""
-    port = free_port()
-    with pytest.raises(RuntimeError, match=f"{host}:{port}: .*{cause}"):
-        initialize_ddp(SHORT, rank=1, world_size=2, master_addr=host, master_port=port)
+    master = {"master_addr": "no-such-host.invalid", "master_port": free_port()}
+    with pytest.raises(RuntimeError, match=r"no-such-host.invalid:\d+: .*(not known|resolution)"):
+        initialize_ddp(SHORT, rank=1, world_size=2, **master)
 
 
 # ---------------------------------------------------------------- devices
