@@ -11,7 +11,6 @@ from rank_checks import raised, run_checks
 
 from ddp_ref.collectives import (
     broadcast_object,
-    gather_objects,
     gather_tensors,
     reduce_max,
     reduce_mean,
@@ -192,19 +191,6 @@ def check_rows_may_have_any_memory_layout():
     permuted = whole.contiguous(memory_format=torch.channels_last)
     gathered = gather_rows(permuted[me::world], 8 * world)
     assert me or torch.equal(gathered, whole)
-
-
-def check_objects_arrive_in_order():
-    me, world = dist.get_rank(), dist.get_world_size()
-    for to_all in (False, True):
-        parts = gather_objects([Record(me), "x" * 1000 * me, torch.ones(me)], to_all)
-        if me > 0 and not to_all:
-            assert parts is None
-            continue
-        assert len(parts) == world
-        for rank, (record, text, tensor) in enumerate(parts):
-            assert type(record) is Record and record.rank == rank
-            assert len(text) == 1000 * rank and tensor.tolist() == [1] * rank
 
 
 def check_any_rank_can_broadcast_an_object():

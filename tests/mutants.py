@@ -79,7 +79,7 @@ master-of-the-job
     + first_host(env["SLURM_JOB_NODELIST"])
 traceback-lost
     An exception from another process arrives without its traceback.
-    decorators.py | tests/test_parallel_execution.py -k exception_keeps_its_type
+    decorators.py | tests/test_run_ranks.py -k first_failure
     - _add_note(error, f"raised on {where}:\n{trace}")
     + _add_note(error, f"raised on {where}")
 no-eval-mode

@@ -5,7 +5,7 @@ import socket
 import sys
 from dataclasses import replace
 
-from harness import SCRIPTS, run, torchrun
+from harness import SCRIPTS, run
 
 from ddp_ref.launch import LaunchInfo
 
@@ -52,16 +52,6 @@ def test_a_problem_leads_to_exit_code_1(tmp_path):
         assert report[check]["advice"]
     assert report["nccl"]["level"] == "ok"  # the problems do not hide other results
     assert "starting 2 gloo ranks" in ended.stderr
-
-
-def test_under_torchrun_each_rank_reports(tmp_path):
-    result = run(*torchrun(2, SCRIPTS / "doctor.py"), cwd=tmp_path)
-    assert result.code == 0, result.stderr
-    for rank in range(2):
-        assert (
-            f"launcher torchrun: rank {rank} of 2, local rank {rank} of 2, 1 node" in result.stdout
-        )
-    assert result.stdout.count(" for 25 MiB\n") == 1  # only local rank 0 measures
 
 
 def test_two_nodes_need_more_than_a_loopback_address(monkeypatch):

@@ -1,4 +1,4 @@
-"""The contract of on_rank and rank_first: on real ranks, in one process, and at decoration."""
+"""The contract of on_rank and rank_first: on real ranks, at decoration, and in a fork."""
 
 import os
 from datetime import timedelta
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rank_checks import check_passes, checks, on_ranks
 
 from ddp_ref import cleanup_ddp, reduce_sum, run_ranks
-from ddp_ref.decorators import on_rank, rank_first
+from ddp_ref.decorators import on_rank
 
 SCRIPT = "on_rank_checks.py"
 
@@ -18,27 +18,6 @@ SCRIPT = "on_rank_checks.py"
 @pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
-
-
-def test_alone_on_rank_just_calls_the_function(alone):
-    class Local(Exception):
-        pass
-
-    @on_rank(0, True, broadcast=True)
-    def double(x, *, plus=0):
-        return 2 * x + plus
-
-    @on_rank(0)
-    def fail():
-        raise Local("here")
-
-    assert double(3, plus=1) == 7
-    assert on_rank([0])(lambda: on_rank(0)(lambda: "inner")())() == "inner"
-    with pytest.raises(Local), rank_first():
-        assert double(1) == 2
-        fail()
-    with pytest.raises(ValueError, match="0 to 0"):
-        on_rank(1)(lambda: None)()
 
 
 def generator():

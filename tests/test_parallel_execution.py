@@ -45,7 +45,6 @@ def test_results_come_back_intact_and_in_device_order(two):
     [
         (lambda device, data: (str(device), data), (1,), {}),
         (lambda device, data: (str(device), data), (), {"data": 1}),
-        (lambda data, device: (str(device), data), (1,), {}),
     ],
 )
 def test_the_device_fills_the_parameter_named_device(two, func, args, kwargs):
@@ -60,21 +59,6 @@ def test_a_decorated_function_runs_on_all_devices(capfd):
 
     assert [total.item() for total in add(torch.tensor(1), y=2)] == [3, 3]
     assert capfd.readouterr() == ("", "written\n" * 2)  # their output goes where ours goes
-
-
-def test_an_exception_keeps_its_type(two):
-    class Local(ValueError):
-        pass
-
-    def fail(device):
-        raise Local("said so")
-
-    with pytest.raises(Local, match="said so") as caught:
-        two.run(fail)
-    (note,) = caught.value.__notes__
-    assert note.startswith("raised on worker ") and 'raise Local("said so")' in note
-    with pytest.raises(TypeError, match="the result cannot be pickled"):
-        two.run(lambda device: (n for n in ()))
 
 
 @pytest.mark.parametrize("num_gpus", [None, 3])

@@ -157,13 +157,6 @@ def test_a_stopped_rank_does_not_hide_another_ranks_failure(tmp_path, monkeypatc
         run_ranks(lambda data: data[-1, 0], torch.zeros(10), timeout=LIMIT)
 
 
-@pytest.mark.parametrize("debug", [breakpoint, dist.breakpoint])
-def test_breakpoint_says_how_to_debug_instead(debug, monkeypatch):
-    monkeypatch.setenv("PYTHONBREAKPOINT", "")  # the same as unset
-    with pytest.raises(RuntimeError, match=r"needs a terminal.* start it with torchrun"):
-        run_ranks(debug, nproc=1, timeout=LIMIT)
-
-
 def test_a_rank_that_has_returned_leaves_and_its_peers_notice():
     """They would wait for it in vain: it does not take part in their next collective."""
 
