@@ -76,13 +76,12 @@ def check_a_mean_is_weighted_by_the_samples():
 
 def check_a_bad_value_is_an_error_on_all_ranks():
     """Otherwise, the ranks without one would wait, or get a wrong number."""
-    one = {"loss": 1.0}
-    cases = [(ValueError, reduce_mean, (one, math.nan), "count must be at least 0 and finite")]
-    cases += [(TypeError, reduce_sum, ({"loss": None},), "'loss' must be a number or a tensor")]
-    for dtype, reduction, how in [(torch.bool, reduce_sum, "sum"), (torch.int64, reduce_mean, "mean")]:
-        own = {"fine": 1.0, "odd": torch.ones(2, dtype=dtype)}
-        cases.append((ValueError, reduction, (own,), f"cannot take the {how} of 'odd', a {dtype}"))
-    for kind, reduction, values, text in cases:
+    one, odd = {"loss": 1.0}, {"fine": 1.0, "odd": torch.ones(2, dtype=torch.int64)}
+    for kind, reduction, values, text in [
+        (ValueError, reduce_mean, (one, math.nan), "count must be at least 0 and finite, not nan"),
+        (TypeError, reduce_sum, ({"loss": None},), "'loss' must be a number or a tensor, not None"),
+        (ValueError, reduce_mean, (odd,), "cannot take the mean of 'odd', a torch.int64"),
+    ]:
         own = (one,) if dist.get_rank() == 0 else values
         assert text in str(raised(kind, reduction, *own))
 
