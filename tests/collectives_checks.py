@@ -3,19 +3,14 @@
 import itertools
 import math
 import resource
-import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rank_checks import raised, run_checks
 
 from ddp_ref.collectives import (
-    barrier,
     broadcast_object,
-    gather_objects,
     gather_tensors,
     reduce_max,
     reduce_mean,
@@ -24,8 +19,8 @@ from ddp_ref.collectives import (
 )
 from ddp_ref.model import gather_rows
 
-FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn]
-INTEGERS = [torch.int64, torch.int16, torch.uint8, torch.uint16]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+INTEGERS = [torch.int64, torch.uint8]
 DTYPES = [*FLOATS, *INTEGERS, torch.bool, torch.complex64]
 
 
@@ -61,29 +56,17 @@ def check_a_tensor_of_any_shape_keeps_its_shape_and_dtype():
             result = function({"x": own, "y": own})["x"]
             assert result.shape == shape and result.dtype == dtype
             assert torch.equal(result.double(), torch.full(shape, value).to(dtype).double())
-            assert result.untyped_storage().nbytes() == result.nbytes
             result.zero_()
             assert torch.equal(own.double(), torch.full(shape, float(me)).double())
-
-
-def check_values_may_come_in_any_order():
-    me, world = dist.get_rank(), dist.get_world_size()
-    own = {"number": me, "bytes": torch.full((5,), me, dtype=torch.uint8), "single": me + 0.5}
-    names = [*own]
-    sums = reduce_sum({name: own[name] for name in names[me:] + names[:me]})
-    total = sum(range(world))
-    assert list(sums) == names and sums["number"] == total and sums["single"] == total + world / 2
-    assert sums["bytes"].tolist() == [total] * 5
 
 
 def check_a_mean_is_weighted_by_the_samples():
     me, world = dist.get_rank(), dist.get_world_size()
     total = sum(10 * rank + 1 for rank in range(world))
     weighted = sum(rank * (10 * rank + 1) for rank in range(world)) / total
-    for count in (10 * me + 1, torch.tensor(10 * me + 1)):
-        means = reduce_mean({"loss": float(me), "rows": torch.tensor([me, 1.0])}, count)
-        assert means["loss"] == weighted
-        assert torch.equal(means["rows"], torch.tensor([weighted, 1.0]))
+    means = reduce_mean({"loss": float(me), "rows": torch.tensor([me, 1.0])}, 10 * me + 1)
+    assert means["loss"] == weighted
+    assert torch.equal(means["rows"], torch.tensor([weighted, 1.0]))
     assert reduce_mean({"loss": float(me)})["loss"] == (world - 1) / 2
     # In float16, the small value would be lost, and this count is above the maximum.
     half = torch.tensor(2.0 if me else 2.0**-9, dtype=torch.float16)
@@ -91,25 +74,28 @@ def check_a_mean_is_weighted_by_the_samples():
     assert reduce_mean({"x": half}, 100_000)["x"] == exact.half()
 
 
-def check_a_bad_count_is_an_error_on_all_ranks():
-    for count in (-1, math.nan, math.inf):
-        own = 5 if dist.get_rank() else count
-        error = raised(ValueError, reduce_mean, {"loss": 1.0}, own)
-        assert str(error) == f"count must be at least 0 and finite, not {count:g}"
-    for values in ({}, {} if dist.get_rank() == 0 else {"loss": 1.0}):
-        error = raised(ValueError, reduce_mean, values, 5)
-        assert "values is {} but count is 5" in str(error)
+def check_a_bad_value_is_an_error_on_all_ranks():
+    """Otherwise, the ranks without one would wait, or get a wrong number."""
+    one, odd = {"loss": 1.0}, {"fine": 1.0, "odd": torch.ones(2, dtype=torch.int64)}
+    for kind, reduction, values, text in [
+        (ValueError, reduce_mean, (one, math.nan), "count must be at least 0 and finite, not nan"),
+        (TypeError, reduce_sum, ({"loss": None},), "'loss' must be a number or a tensor, not None"),
+        (ValueError, reduce_mean, (odd,), "cannot take the mean of 'odd', a torch.int64"),
+    ]:
+        own = (one,) if dist.get_rank() == 0 else values
+        assert text in str(raised(kind, reduction, *own))
 
 
 def check_a_rank_without_values_takes_part():
+    """The others pass their values in any order."""
     me, world = dist.get_rank(), dist.get_world_size()
     for empty in range(world):
         others = [rank for rank in range(world) if rank != empty]
         own = {"number": me - 9.0, "half": torch.full((2, 2), me + 1, dtype=torch.float16)}
+        own = dict(sorted(own.items(), reverse=bool(me % 2)))
         combined = [(reduce_sum, sum(others)), (reduce_max, max(others)), (reduce_min, min(others))]
         for function, expected in [*combined, (reduce_mean, sum(others) / len(others))]:
             results = function({} if me == empty else own)
-            assert list(results) == ["number", "half"]
             times = len(others) if function is reduce_sum else 1
             assert results["number"] == expected - 9 * times
             assert results["half"].dtype == torch.float16
@@ -133,31 +119,6 @@ def check_a_non_finite_value_is_seen_on_all_ranks():
             assert str(results["rows"].tolist()) == str([0.0, value])
 
 
-def check_max_and_min_of_bools_are_any_and_all():
-    me = dist.get_rank()
-    for own, anywhere, everywhere in [(me == 0, True, False), (True, True, True)]:
-        values = {"tensor": torch.tensor([own, False]), "number": own}
-        largest, smallest = reduce_max(values), reduce_min(values)
-        assert largest["tensor"].tolist() == [anywhere, False]
-        assert smallest["tensor"].tolist() == [everywhere, False]
-        assert (largest["number"], smallest["number"]) == (anywhere, everywhere)
-
-
-def check_a_dtype_that_has_no_such_reduction_is_an_error_on_all_ranks():
-    cases = [(torch.bool, reduce_sum, "sum"), (torch.int64, reduce_mean, "mean")]
-    cases += [(torch.complex64, reduce_max, "max"), (torch.uint64, reduce_min, "min")]
-    for dtype, reduction, how in cases:
-        own = {"fine": 1.0, "odd": torch.ones(2, dtype=dtype)}
-        error = raised(ValueError, reduction, {} if dist.get_rank() == 0 else own)
-        assert str(error) == f"cannot take the {how} of 'odd', a {dtype}: convert it first"
-
-
-def check_a_value_that_is_not_a_number_is_refused_by_name():
-    for value in ("1.5", None, np.ones(3), np.complex128(1j), 10**400):
-        error = raised(TypeError, reduce_sum, {"loss": value})
-        assert str(error) == f"'loss' must be a number or a tensor, not {value!r}"
-
-
 def check_different_calls_are_an_error_on_all_ranks():
     reduction = reduce_sum if dist.get_rank() == 0 else reduce_mean
     error = raised(ValueError, reduction, {"loss": 1.0})
@@ -171,23 +132,22 @@ def check_different_names_shapes_or_dtypes_are_an_error_on_all_ranks():
         ({"loss": 1.0, "accuracy": 1.0}, {"loss": 1.0}, "'accuracy'"),
         ({"x": torch.ones(4, 4)}, {"x": torch.ones(16)}, "[4, 4]"),
         ({"x": torch.ones(2)}, {"x": torch.ones(2).double()}, "torch.float64"),
-        ({"x": torch.tensor(1.0, dtype=torch.float64)}, {"x": 1.0}, "number"),
     ]
     for first, other, named in pairs:
         error = str(raised(ValueError, reduce_sum, other if dist.get_rank() else first))
-        assert named in error and "\n" not in error
-        assert f"rank 0: {{'{next(iter(first))}'" in error and "; rank 1: {" in error
+        assert named in error and f"rank 0: {{'{next(iter(first))}'" in error
     assert reduce_sum({"a": 1.0}) == {"a": dist.get_world_size()}  # the group is still in order
 
 
 def check_tensors_of_any_shape_and_dtype_arrive_in_order():
+    """Views that are not contiguous do, too."""
     me, world = dist.get_rank(), dist.get_world_size()
 
     def part(rank, shape, index):
         """Return a tensor whose shape and dtype depend on the rank."""
         generator = torch.Generator().manual_seed(rank)
         whole = torch.randint(0, 2, (rank + 2, *shape), generator=generator)
-        return whole.to(DTYPES[(index + rank) % len(DTYPES)])
+        return whole.to(DTYPES[(index + rank) % len(DTYPES)]).transpose(0, -1)
 
     cases = itertools.product([(), (0, 3), (2, 3, 4)], range(len(DTYPES)), (False, True))
     for shape, index, to_all in cases:
@@ -208,18 +168,6 @@ def _same(one, other):
     return one.dtype == other.dtype and torch.equal(*numbers)
 
 
-def check_a_part_may_be_any_view():
-    def views(rank):
-        whole = torch.arange(12.0).reshape(3, 4).requires_grad_() * (rank + 1)
-        odd = torch.full((1,), 1 + rank * 1j, dtype=torch.complex64).conj()
-        # The last view has one element of a larger tensor, so its stride is not 1.
-        return whole.t()[1:, ::2], odd, odd.imag, torch.arange(8.0)[rank::8]
-
-    for index, own in enumerate(views(dist.get_rank())):
-        for rank, got in enumerate(gather_tensors(own, to_all=True)):
-            assert torch.equal(got, views(rank)[index]) and not got.requires_grad
-
-
 def check_a_rank_without_a_tensor_is_none_in_the_list():
     me, world = dist.get_rank(), dist.get_world_size()
     for empty in range(world):
@@ -230,88 +178,45 @@ def check_a_rank_without_a_tensor_is_none_in_the_list():
                 assert all(p.tolist() == [r] * (r + 1) for r, p in enumerate(parts) if r != empty)
 
 
-def check_a_part_that_is_no_dense_tensor_is_an_error_on_all_ranks():
-    for part, kind in (([1], "list"), (torch.eye(2).to_sparse(), "torch.sparse_coo tensor")):
-        own = part if dist.get_rank() == 1 else torch.ones(1)
-        error = str(raised(TypeError, gather_tensors, own))
-        assert error == f"rank 1 passed a {kind}, not a dense tensor: use gather_objects"
+def check_a_part_that_is_no_tensor_is_an_error_on_all_ranks():
+    own = [1] if dist.get_rank() == 1 else torch.ones(1)
+    error = str(raised(TypeError, gather_tensors, own))
+    assert error == "rank 1 passed a list, not a dense tensor: use gather_objects"
 
 
 def check_rows_may_have_any_memory_layout():
     me, world = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(8.0 * world * 24).reshape(8 * world, 2, 3, 4)
     permuted = whole.contiguous(memory_format=torch.channels_last)
-    for given in (permuted, whole.transpose(1, 3).contiguous().transpose(1, 3)):
-        gathered = gather_rows(given[me::world], 8 * world)
-        assert me or torch.equal(gathered, whole)
-
-
-def check_objects_arrive_in_order():
-    me, world = dist.get_rank(), dist.get_world_size()
-    for to_all in (False, True):
-        parts = gather_objects([Record(me), "x" * 1000 * me, torch.ones(me)], to_all)
-        if me > 0 and not to_all:
-            assert parts is None
-            continue
-        assert len(parts) == world
-        for rank, (record, text, tensor) in enumerate(parts):
-            assert type(record) is Record and record.rank == rank
-            assert len(text) == 1000 * rank and tensor.tolist() == [1] * rank
-
-
-def check_objects_travel_on_the_cpu_whatever_the_default_device_is():
-    me, own = dist.get_rank(), torch.ones(3)
-    with torch.device("meta"):  # has no data, so sending a tensor made there fails
-        assert broadcast_object({"from": me})["from"] == 0
-        assert gather_objects(me, to_all=True) == list(range(dist.get_world_size()))
-        parts = gather_tensors(own, to_all=True)
-    assert all(torch.equal(part, own) for part in parts)
+    gathered = gather_rows(permuted[me::world], 8 * world)
+    assert me or torch.equal(gathered, whole)
 
 
 def check_any_rank_can_broadcast_an_object():
     me, world = dist.get_rank(), dist.get_world_size()
     for src in range(world):
         mine = {"from": me, "values": [torch.full((2,), me), None], "record": Record(me)}
-        got = broadcast_object(mine if me == src else "not looked at", np.int64(src))
+        got = broadcast_object(mine if me == src else "not looked at", src)
         assert got["from"] == src and got["values"][0].tolist() == [src, src]
         assert (got is mine) == (me == src) and type(got["record"]) is Record
-    for src in (world, -1, "0", 0.0):
+    for src in (world, -1):
         error = raised(ValueError, broadcast_object, "x", src)
-        assert str(error) == f"src must be a rank of this world, from 0 to {world - 1}, not {src!r}"
+        assert str(error) == f"src must be a rank of this world, from 0 to {world - 1}, not {src}"
     assert broadcast_object(None) is None
-
-
-def check_a_barrier_waits_for_all_ranks():
-    me, world = dist.get_rank(), dist.get_world_size()
-    store = dist.distributed_c10d._get_default_store()
-    if me == world - 1:
-        time.sleep(0.3)
-        store.set("last has called", "yes")
-    barrier()
-    assert store.check(["last has called"])
 
 
 def check_a_gather_costs_rank_0_little_beyond_its_result():
     """Each rank sends 32 MiB. Only rank 0 receives them, so no other rank needs memory for them."""
     me, world, nbytes = dist.get_rank(), dist.get_world_size(), 2**25
     part = torch.ones(nbytes // 4, 1)
-    # Beside the whole, gather_rows holds the rows that it receives and those before them.
-    cases = [(gather_tensors, world), (lambda p: gather_rows(p, len(p) * world), world + 2)]
-    for function, parts_held in cases:
-        function(part[:10])  # the first call allocates for all calls
-        if sys.platform == "linux":
-            Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-        before = _peak_memory()
-        result = function(part)
-        extra = _peak_memory() - before
-        assert extra < nbytes * (parts_held + 0.5 if me == 0 else 0.5), extra
-        assert (result is None) == (me > 0)
-
-
-def _peak_memory():
-    """Return the highest resident size so far in bytes; macOS counts in bytes, Linux in KiB."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    gather_rows(part[:10], 10 * world)  # the first call allocates for all calls
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    whole = gather_rows(part, len(part) * world)
+    extra = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    # Beside the whole, rank 0 holds the rows that it receives and those before them.
+    assert extra < nbytes * (world + 2.5 if me == 0 else 0.5), extra
+    assert (whole is None) == (me > 0)
 
 
 if __name__ == "__main__":

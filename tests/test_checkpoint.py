@@ -1,16 +1,10 @@
 """A checkpoint is complete or rejected, whatever happened to the file or to its writer."""
 
-import errno
-import io
 import math
-import os
 import signal
-import stat
 import sys
 from collections import OrderedDict
-from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -68,11 +62,6 @@ def test_a_flipped_bit_is_noticed_or_harmless(written, tmp_path_factory, place, 
 
 def test_the_error_says_why_a_file_is_not_a_checkpoint_and_no_code_of_it_is_run(tmp_path):
     path = tmp_path / "a.pt"
-    with pytest.raises(FileNotFoundError):
-        checkpoint.read(path)
-    path.write_text("notes")
-    with pytest.raises(DamagedCheckpoint, match="zip"):
-        checkpoint.read(path)
     torch.save([1], path)
     with pytest.raises(DamagedCheckpoint, match="has a list, but a checkpoint is a dict"):
         checkpoint.read(path)
@@ -80,23 +69,6 @@ def test_the_error_says_why_a_file_is_not_a_checkpoint_and_no_code_of_it_is_run(
     with pytest.raises(DamagedCheckpoint, match="not a complete checkpoint"):
         checkpoint.read(path)
     assert not (tmp_path / "attacked").exists()
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EIO], ids=["EINVAL", "EIO"])
-def test_only_a_file_system_that_cannot_sync_folders_may_leave_that_out(
-    code, tmp_path, monkeypatch
-):
-    sync = os.fsync
-
-    def fsync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(code, os.strerror(code))
-        sync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError) if code == errno.EIO else nullcontext():
-        checkpoint.write(tmp_path / "a.pt", {"step": 1})
-    assert checkpoint.read(tmp_path / "a.pt")["step"] == 1
 
 
 KILLED = """if True:
@@ -142,24 +114,6 @@ def test_find_takes_the_newest_intact_checkpoint(tmp_path):
         checkpoint.find(tmp_path)
 
 
-def test_a_disk_error_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
-    """Otherwise, a job would resume from an older checkpoint."""
-    for step in (1, 2):
-        checkpoint.write(tmp_path / f"step_{step}.pt", STATE)
-    readable = (tmp_path / "step_2.pt").stat().st_size - 100
-
-    class Failing(io.FileIO):
-        def readinto(self, buffer):
-            number = super().readinto(buffer)
-            if self.tell() > readable:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return number
-
-    monkeypatch.setattr(Path, "open", lambda path, mode: io.BufferedReader(Failing(path), 64))
-    with pytest.raises(OSError, match="Input/output error"):
-        checkpoint.find(tmp_path)
-
-
 def inner():
     """Return a model whose only child is called `module`, as DDP calls the model that it wraps."""
     return nn.Sequential(OrderedDict(module=nn.Linear(2, 3)))
@@ -187,37 +141,16 @@ def test_wrapped_compiled_and_plain_models_load_each_others_weights():
     run_ranks(work, nproc=1, timeout=timedelta(minutes=2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
-def test_a_weight_that_is_not_finite_is_found_in_every_kind_of_numbers(dtype):
-    model = nn.Module()
-    values = torch.tensor([0, 0, math.nan, 0]).to(dtype)
-    model.weight = nn.Parameter(values, requires_grad=False)
-    with pytest.raises(FloatingPointError, match="weight is not finite"):
-        check_replicas(model, False)
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf])
-def test_an_infinite_weight_is_found_and_an_infinite_buffer_is_not(value):
-    class Packed(nn.Linear):
-        def get_extra_state(self):
-            return "no tensor"
-
-        def set_extra_state(self, state):
-            raise AssertionError
-
-    shared = Packed(1, 3)  # a module that is used twice
-    shared.steps = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
-    shared.register_buffer("mask", torch.tensor([0, value]))
-    shared.register_buffer("none", torch.empty(0))
-    shared.register_buffer("cache", torch.tensor([math.nan]), persistent=False)  # not saved
-    shared.register_buffer("ids", torch.tensor([1], dtype=torch.uint16))
-    model = nn.Sequential(shared, shared)
+def test_an_infinite_weight_is_found_and_an_infinite_buffer_is_not():
+    model = nn.Linear(1, 3)
+    model.register_buffer("mask", torch.tensor([0, -math.inf]))
+    model.register_buffer("cache", torch.tensor([math.nan]), persistent=False)  # not saved
     checkpoint.weights(model)
     check_replicas(model, False)
-    shared.mask[0] = math.nan
+    model.mask[0] = math.nan
     with pytest.raises(FloatingPointError, match="mask is not finite"):
         checkpoint.weights(model)
-    shared.bias.data[1] = value
+    model.bias.data[1] = math.inf
     with pytest.raises(FloatingPointError, match="bias is not finite"):
         check_replicas(model, False)
 

@@ -4,11 +4,8 @@ import os
 import sys
 
 import pytest
-import torch
 import yaml
-from torch import nn
 
-import ddp_ref
 from ddp_ref import get_loader, load_config
 
 MINIMAL = """
@@ -30,25 +27,9 @@ def read(text, folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("torch.nn.functional.mse_loss", nn.functional.mse_loss),
-        ("torch.optim.lr_scheduler.StepLR", torch.optim.lr_scheduler.StepLR),
-        ("torch.utils.data.TensorDataset", torch.utils.data.TensorDataset),
-        ("torch.float64", torch.float64),
-        (f"{ddp_ref.__name__}.EarlyStopping", ddp_ref.EarlyStopping),
-    ],
-)
-def test_allowed_names_are_resolved(name, expected):
-    assert yaml.load(f"!pyobject {name}", get_loader()) is expected
-
-
-@pytest.mark.parametrize(
     "name",
     [
         "builtins.eval",
-        "torch",
-        "torch..nn",
         # Through a module that is allowed:
         "torch.serialization.os.system",
         "__main__.system",
@@ -62,7 +43,6 @@ def test_allowed_names_are_resolved(name, expected):
         "torch.nn.functional.boolean_dispatch",
         "ddp_ref.run_ranks",
         "ddp_ref.workers.subprocess.Popen",
-        "torch.nothing.Nothing",
     ],
 )
 def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch):
@@ -77,29 +57,6 @@ def test_other_names_are_refused_and_nothing_is_run(name, monkeypatch):
     with pytest.raises((AttributeError, ImportError, ValueError)) as caught:
         yaml.load(f'!pyobject "{name}"', get_loader())
     assert "\n" not in str(caught.value)
-
-
-def test_names_in_a_package(tmp_path, monkeypatch):
-    """Submodules, a class in a class, a function with the name of its module, a private prefix."""
-    package = tmp_path / "zoo" / "_vendor"
-    package.mkdir(parents=True)
-    (tmp_path / "zoo" / "__init__.py").write_text("")
-    (package / "__init__.py").write_text("from .unet import unet\n")
-    (package / "unet.py").write_text("def unet(): pass\n")
-    (package / "nets.py").write_text("class Net:\n    class Block: pass\n")
-    (package / "broken.py").write_text("import no_such_package\n")
-    (package / "hub.py").write_text("from torch.hub import load\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    loader = get_loader(allow=("zoo._vendor",))
-    assert yaml.load("!pyobject zoo._vendor.unet", loader).__name__ == "unet"
-    assert yaml.load("!pyobject zoo._vendor.nets.Net.Block", loader).__name__ == "Block"
-    for name, error, text in (
-        ("_vendor.broken.Net", ImportError, "No module named 'no_such_package'"),
-        ("_other.Net", ImportError, r"No module named 'zoo\._other'"),
-        ("_vendor.hub.load", ValueError, r"hub\.load is not defined in .*, zoo\._vendor: extend"),
-    ):
-        with pytest.raises(error, match=text):
-            yaml.load(f"!pyobject zoo.{name}", loader)
 
 
 def test_an_error_lists_the_allowed_modules_and_nothing_else_is_imported():
@@ -118,9 +75,7 @@ def test_numbers_and_keys_are_read_as_they_are_meant():
     assert yaml.load(merged, loader)["z"] == {"k": 2}
     with pytest.raises(ValueError, match="line 3: the key lr occurs twice"):
         yaml.load("a:\n  lr: 1\n  lr: 2\n", loader)
-    assert yaml.load("{1: a, '1': b}", loader) == {1: "a", "1": "b"}
     assert yaml.safe_load("1e-3") == "1e-3"  # PyYAML's own loader is unchanged
-    assert yaml.safe_load("{a: 1, a: 2}") == {"a": 2}
     for other_tag in ("!!python/object/apply:os.system ['true']", "!pyobject [os, system]"):
         with pytest.raises(yaml.YAMLError):
             yaml.load(other_tag, loader)
@@ -133,8 +88,6 @@ def test_overrides(tmp_path):
     assert config["training"]["num_epochs"] == 7 and config["training"]["path"] is None
     assert config["training"]["optimizer_kwargs"] == {"lr": 0.01}
     assert config["early_stopping"]["type"] == "DefaultEarlyStopping"
-    with pytest.raises(ValueError, match=r"cannot set criterion\.x: criterion is not a section"):
-        read(MINIMAL, tmp_path, overrides=["criterion.x=1"])
 
 
 def section(line):
@@ -142,25 +95,14 @@ def section(line):
     return "training:", f"{line}\ntraining:"
 
 
-def training(line):
-    """Return the change that adds a key to its section "training"."""
-    return "training:", f"training:\n  {line}"
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (("num_epochs: 2", "num_epochs: true"), r"training\.num_epochs: True is not of type 'int"),
         (("num_epochs: 2", "num_epochs: 2.0"), r"training\.num_epochs: 2\.0 is not of type 'int"),
-        (("  batch_size: 3\n", ""), "training: 'batch_size' is a required property"),
         (("batch_size", "batchsize"), r"training: .*'batchsize' .*: did you mean batch_size\?"),
-        (("batch_size", "xyz"), r"training: .*'xyz' was unexpected.*: the keys are num_workers, "),
         (("!pyobject torch.optim.SGD", "SGD"), r"optimizer_type: 'SGD' .*: write !pyobject MODULE"),
-        (("torch.optim.SGD", "torch.optim.Sdg"), r"No module named 'torch\.optim\.Sdg'"),
-        (("args: [4, 2]", "kwargs: {1: 2}"), r"model\.kwargs: 1 is not of type 'string'"),
         (section("parallel: {output_device: 0}"), r"output_device: 0 .*: leave it out, it is set"),
         (section("metrics: {f1: f1}"), r"metrics\.f1: 'f1' is not of type '!pyobject'"),
-        (section("early_stopping: {type: x}"), r"early_stopping\.type: 'x' does .*DefaultEarlySt"),
         (section("validation: {drop_last: true}"), r"True is not one of .*: every item is evalu"),
         (
             section("validation: {validator: {device: cuda}}"),
@@ -170,20 +112,9 @@ def training(line):
             section("testing: {fraction: 0, data: {type: !pyobject torch.nn.Linear}}"),
             "testing: .*: remove data or fraction",
         ),
-        (training("keep: lr"), r"training\.keep: 'lr' is not of type 'array'"),
-        (("num_epochs: 2", "num_epochs: !!bool x"), "config.yaml: 'x'"),
-        ((MINIMAL, ""), "the configuration: None is not of type 'object'"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(tmp_path, change, text):
     with pytest.raises(ValueError, match=text) as caught:
         read(MINIMAL.replace(*change), tmp_path)
     assert "config.yaml: " in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_the_error_names_a_file_that_is_missing_or_not_text(tmp_path):
-    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ValueError, match=r"config\.yaml: .*unacceptable character"):
-        load_config(tmp_path / "config.yaml")
-    with pytest.raises(FileNotFoundError, match=r"No such file .*: '.*none\.yaml'"):
-        load_config(tmp_path / "none.yaml")

@@ -4,11 +4,8 @@ import json
 import socket
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
-import pytest
-from harness import SCRIPTS, Running, run, torchrun
-from torch.torch_version import TorchVersion
+from harness import SCRIPTS, run
 
 from ddp_ref.launch import LaunchInfo
 
@@ -27,11 +24,7 @@ def result(check, launch=ALONE):
 
 
 def test_a_line_per_check_and_a_summary(tmp_path):
-    """The doctor announces the slow check, so that nobody takes the wait for a hang."""
-    with Running(*COMMAND, cwd=tmp_path) as running:
-        running.wait_for("doctor: starting 2 gloo ranks, up to 45 s ...")
-        assert "all-reduce" not in running.text()  # announced before the check, not with its result
-        ended = running.wait()
+    ended = run(*COMMAND, cwd=tmp_path)
     assert ended.code == 0, ended.stdout + ended.stderr
     *lines, summary = ended.stdout.splitlines()
     words = [line.split() for line in lines]
@@ -61,23 +54,6 @@ def test_a_problem_leads_to_exit_code_1(tmp_path):
     assert "starting 2 gloo ranks" in ended.stderr
 
 
-def test_under_torchrun_each_rank_reports(tmp_path):
-    result = run(*torchrun(2, SCRIPTS / "doctor.py"), cwd=tmp_path)
-    assert result.code == 0, result.stderr
-    for rank in range(2):
-        assert (
-            f"launcher torchrun: rank {rank} of 2, local rank {rank} of 2, 1 node" in result.stdout
-        )
-    assert result.stdout.count(" for 25 MiB\n") == 1  # only local rank 0 measures
-
-
-@pytest.mark.parametrize("name", ["no.such.host.invalid", f"{'x' * 70}.org"])
-def test_master_that_does_not_resolve(name):
-    level, _, text, advice = result(doctor._addresses, replace(ALONE, master_addr=name))
-    assert level == "problem" and f"{name} does not resolve" in text
-    assert "MASTER_ADDR" in advice
-
-
 def test_two_nodes_need_more_than_a_loopback_address(monkeypatch):
     """Debian's /etc/hosts maps a host's own name to 127.0.1.1, which gloo would use."""
     monkeypatch.setattr(socket, "gethostname", lambda: "127.0.1.1")
@@ -101,54 +77,18 @@ def test_slurm_job_without_a_step_is_a_warning(monkeypatch):
     assert "srun" in advice
 
 
-@pytest.mark.parametrize(
-    ("version", "variable", "group"),
-    [
-        ("2.14.1", None, "old"),
-        ("2.14.1", "1", "rewritten"),
-        ("2.15.0+cu130", None, "rewritten"),
-    ],
-)
-def test_which_nccl_group_torch_uses(monkeypatch, version, variable, group):
-    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
-    if variable:
-        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
-    monkeypatch.setattr("torch.__version__", TorchVersion(version))
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 7))
-    text = result(doctor._backends).text
-    assert text.startswith(f"gloo, NCCL 2.29.7 with torch's {group} process group")
-
-
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "launcher", "level"),
-    [
-        (1, 2, "torchrun", "problem"),
-        (1, 4, "slurm", "ok"),  # --gpus-per-task=1: each task sees only its own GPU
-    ],
-)
-def test_devices_against_local_ranks(monkeypatch, gpus, ranks, launcher, level):
+def test_too_few_gpus_are_a_problem_unless_the_ranks_share_them(monkeypatch):
     monkeypatch.delenv("DDP_SHARE_GPUS", raising=False)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "H100")
-    launch = replace(ALONE, launcher=launcher, world_size=ranks)
-    slurm = launcher == "slurm"
-    name = "SLURM_STEP_TASKS_PER_NODE" if slurm else "LOCAL_WORLD_SIZE"
-    monkeypatch.setenv(name, f"{ranks}(x2)" if slurm else str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    launch = replace(ALONE, launcher="torchrun", world_size=2)
     shown = result(doctor._devices, launch)
-    assert shown.level == level
-    assert f"{gpus} visible GPU" in shown.text and f"{ranks} local ranks" in shown.text
-    assert ("(H100)" in shown.text) == (gpus > 0)
-    if level == "problem":  # the ranks could share the GPUs
-        assert 'backend="gloo"' in shown.advice and "share_gpus=True" in shown.advice
-        monkeypatch.setenv("DDP_SHARE_GPUS", "1")
-        shared = result(doctor._devices, launch)
-        assert shared.level == "ok" and "ranks share a GPU" in shared.text
-
-
-@pytest.mark.parametrize(("mib", "level"), [(64, "warning"), (4096, "ok")])
-def test_size_of_the_shared_memory(monkeypatch, mib, level):
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=mib * 2**20))
-    shown = result(doctor._shm)
-    assert shown.level == level and f"/dev/shm has {mib / 1024:.3g} GiB" in shown.text
-    assert ("--shm-size" in shown.advice) == (level == "warning")
+    assert shown.level == "problem" and "1 visible GPU for 2 local ranks (H100)" in shown.text
+    assert 'backend="gloo"' in shown.advice and "share_gpus=True" in shown.advice
+    monkeypatch.setenv("DDP_SHARE_GPUS", "1")
+    shared = result(doctor._devices, launch)
+    assert shared.level == "ok" and "ranks share a GPU" in shared.text
+    monkeypatch.delenv("DDP_SHARE_GPUS")
+    slurm = replace(launch, launcher="slurm")  # --gpus-per-task=1: a task sees only its own GPU
+    assert result(doctor._devices, slurm).level == "ok"

@@ -5,27 +5,25 @@ import os
 import random
 import re
 import signal
-import socket
 import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg
-from harness import Result, Running, free_port, listens, run, torchrun, wait_until
+from harness import Running, free_port, listens, run, torchrun, wait_until
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from ddp_ref import DistInfo, Handler, cleanup_ddp, initialize_ddp, seed_everything
+from ddp_ref import Handler, TooFewGPUs, cleanup_ddp, initialize_ddp, seed_everything
 from ddp_ref.initialize import (
     GLOO_TIMEOUT,
     NCCL_TIMEOUT,
     _agree_on_device,
-    _first_host_from_slurm_nodelist,
     _initialize_distributed,
     _is_env_distributed,
     _pick_device,
@@ -35,7 +33,6 @@ from ddp_ref.initialize import (
 from ddp_ref.launch import available_cores
 
 CPU = torch.device("cpu")
-ALONE = DistInfo(False, 0, 0, 1, CPU)
 SHORT = timedelta(seconds=1)
 HOST = "127.0.0.1"
 
@@ -46,7 +43,7 @@ os.environ.pop("OMP_NUM_THREADS", None)  # the threads are ours to set
 import torch
 torch.set_num_threads(7)  # no rank's share of the cores
 import torch.distributed as dist
-from ddp_ref import cleanup_ddp, initialize, initialize_ddp
+from ddp_ref import cleanup_ddp, initialize_ddp
 from ddp_ref.initialize import open_group
 
 def total():  # the sum of all ranks' (rank + 1) proves that the group works
@@ -69,20 +66,11 @@ def script(tmp_path: Path, body: str) -> Path:
     return path
 
 
-def start(path: Path, rank: int, world: int, port: int, *arguments: str) -> Running:
+def start(path: Path, rank: int, world: int, port: int, **variables: str) -> Running:
     """Start a rank without a launcher: torchrun would end all ranks as soon as one ends."""
-    env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-    return Running(sys.executable, path, *arguments, cwd=path.parent, env=env)
-
-
-def run_each(path: Path, world: int, *arguments: str, count: int | None = None) -> list[Result]:
-    """Start all ranks, or the first `count` of them, and wait until they have ended."""
-    port = free_port()
-    with ExitStack() as stack:
-        numbers = range(count or world)
-        ranks = [stack.enter_context(start(path, n, world, port, *arguments)) for n in numbers]
-        return [rank.wait(40) for rank in ranks]
+    env = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": HOST}
+    env |= {"MASTER_PORT": str(port)} | variables
+    return Running(sys.executable, path, cwd=path.parent, env=env)
 
 
 def shown(tmp_path: Path) -> list[list]:
@@ -142,42 +130,12 @@ def test_open_close_and_reopen_under_torchrun(tmp_path):
     assert shown(tmp_path) == [[True, r, r, 3, "cpu", threads] for r in range(3)]
 
 
-TRY_GPUS_FIRST = """
-from ddp_ref import TooFewGPUs
-try:
-    initialize_ddp(backend="nccl")  # there is no GPU
-except TooFewGPUs:
-    show(initialize_ddp(backend="gloo"))
-"""
-
-
-def test_after_too_few_gpus_all_ranks_can_go_on_with_the_cpu(tmp_path):
-    ended = run_each(script(tmp_path, TRY_GPUS_FIRST), 2)
-    assert [each.code for each in ended] == [0, 0], ended
-    assert [rank[:3] for rank in shown(tmp_path)] == [[True, rank, rank] for rank in range(2)]
-
-
-@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.full)])
-def test_two_nodes(tmp_path, restarts):
-    """Two torchrun agents on this host act as two nodes, so local ranks differ from ranks.
-
-    With restarts, a rank of one agent is killed, and all ranks meet again in a new store.
-    """
-    body = """
-info = initialize_ddp()
-if os.environ["TORCHELASTIC_MAX_RESTARTS"] == "1" and not os.path.exists("killed"):
-    dist.barrier()
-    if info.rank == 3:
-        open("killed", "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(1))  # fails, because rank 3 is missing
-show(info)
-"""
-    options = ["--nnodes=2", "--nproc-per-node=2", f"--max-restarts={restarts}", "--rdzv-id=two"]
-    options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOST}:{free_port()}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, script(tmp_path, body)]
-    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if restarts else {}
-    agents = [Running(*command, cwd=tmp_path, env=env) for _ in range(2)]
+def test_two_nodes(tmp_path):
+    """Two torchrun agents on this host act as two nodes, so local ranks differ from ranks."""
+    options = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-id=two", "--rdzv-backend=c10d"]
+    options += [f"--rdzv-endpoint={HOST}:{free_port()}", script(tmp_path, "show(initialize_ddp())")]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    agents = [Running(*command, cwd=tmp_path) for _ in range(2)]
     with agents[0], agents[1]:
         assert [agent.wait(120).code for agent in agents] == [0, 0], [a.text() for a in agents]
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r % 2, 4] for r in range(4)]
@@ -229,65 +187,25 @@ except RuntimeError as error:
     print(error, flush=True)
     os._exit(1)
 """
-    for rank, result in enumerate(run_each(script(tmp_path, body), 4, count=3)):
-        where = rf"rank {rank} of 4, master at {HOST}:\d+: "
-        assert re.match(where + r"rank 3 did not arrive \(timeout 0:00:06\)\. ", result.stdout)
-
-
-def test_a_rank_that_dies_while_the_group_opens_leaves_no_half_open_group(tmp_path):
-    """Torch has opened the group already. New processes then open the group."""
-    body = """
-os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
-if sys.argv[1:] and os.environ["RANK"] == "1":
-    dist.distributed_c10d._store_based_barrier = lambda *_, **__: os._exit(9)
-try:
-    info = initialize_ddp(timedelta(seconds=6))
-except RuntimeError:
-    assert not dist.is_initialized() and open_group() is None
-    sys.exit(3)
-show(info)
-"""
-    path = script(tmp_path, body)
-    assert [result.code for result in run_each(path, 2, "dies")] == [3, 9]
-    assert [result.code for result in run_each(path, 2)] == [0, 0]
-    assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
-
-
-def test_a_rank_can_exit_while_rank_0_with_the_store_is_frozen(tmp_path):
-    body = """
-info = initialize_ddp()
-dist.barrier()
-print("open")
-if info.rank == 0:
-    time.sleep(60)
-time.sleep(2)
-"""
     path, port = script(tmp_path, body), free_port()
-    with start(path, 0, 2, port) as frozen, start(path, 1, 2, port) as other:
-        frozen.wait_for("open")
-        frozen.process.send_signal(signal.SIGSTOP)
-        assert other.wait(20).code == 0
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(start(path, rank, 4, port)) for rank in range(3)]
+        for number, rank in enumerate(ranks):
+            where = rf"rank {number} of 4, master at {HOST}:\d+: "
+            missing = where + r"rank 3 did not arrive \(timeout 0:00:06\)\. "
+            assert re.match(missing, rank.wait(40).stdout)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_interrupt_while_waiting(tmp_path, rank):
-    """Ctrl-C ends the wait of rank 0 for rank 1, and of rank 1 for the master, within a second."""
-    body = """
-print("waits", flush=True)
-try:
-    initialize_ddp()
-finally:
-    print("ended at", time.monotonic())
-"""
+    """Ctrl-C ends the wait of rank 0 for rank 1, and of rank 1 for the master."""
+    body = 'print("waits", flush=True)\ninitialize_ddp()'
     with start(script(tmp_path, body), rank, 2, free_port()) as running:
         running.wait_for("waits")
         time.sleep(1)
-        sent = time.monotonic()
         running.process.send_signal(signal.SIGINT)
         result = running.wait(10)
-    assert result.code == -signal.SIGINT
-    assert float(result.stdout.split()[-1]) - sent < 2
-    assert "KeyboardInterrupt" in result.stderr
+    assert result.code == -signal.SIGINT and "KeyboardInterrupt" in result.stderr
 
 
 def test_two_jobs_on_one_port_do_not_train_with_each_other(tmp_path):
@@ -298,17 +216,15 @@ show(initialize_ddp(timedelta(seconds=20)))
 """
     path, port = script(tmp_path, body), free_port()
 
-    def start_rank(job: str, rank: int) -> Running:
-        env = {"RANK": str(rank), "WORLD_SIZE": "2", "DDP_JOB_NAME": job}
-        env |= {"MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-        return Running(sys.executable, path, cwd=tmp_path, env=env)
-
-    with start_rank("A", 0) as a0:
+    with start(path, 0, 2, port, DDP_JOB_NAME="A") as a0:
         a0.wait_for("starts")
         wait_until(lambda: listens(port))
-        with start_rank("B", 1) as b1:
+        with start(path, 1, 2, port, DDP_JOB_NAME="B") as b1:
             foreign = b1.wait(30)
-        with start_rank("A", 1) as a1, start_rank("B", 0) as b0:
+        with (
+            start(path, 1, 2, port, DDP_JOB_NAME="A") as a1,
+            start(path, 0, 2, port, DDP_JOB_NAME="B") as b0,
+        ):
             results = [each.wait(40) for each in (a0, a1, b0)]
     assert [result.code for result in results] == [0, 0, 1], results
     assert f"rank 1 of job 'B': the store at {HOST}:{port} belongs to job 'A'" in foreign.stderr
@@ -316,49 +232,18 @@ show(initialize_ddp(timedelta(seconds=20)))
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r, 2] for r in range(2)]
 
 
-def test_local_ranks_that_no_variable_gives_are_counted(tmp_path):
-    """Rank 1 is in a pod of its own."""
-    body = """
-if os.environ["RANK"] == "1":
-    initialize.socket.gethostname = lambda: "another-pod"
-show(initialize_ddp(timedelta(seconds=40)))
-"""
-    path, port = script(tmp_path, body), free_port()
-    with ExitStack() as stack:
-        ranks = []
-        for rank in range(3):
-            env = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": HOST}
-            env |= {"MASTER_PORT": str(port)}
-            running = Running(sys.executable, path, cwd=tmp_path, env=env)
-            ranks.append(stack.enter_context(running))
-        assert [rank.wait(60).code for rank in ranks] == [0] * 3
-    cores, half = available_cores(), max(1, available_cores() // 2)
-    assert [[line[2], line[5]] for line in shown(tmp_path)] == [[0, half], [0, cores], [1, half]]
-
-
 # ---------------------------------------------------------------- one process
-
-
-def test_plain_python():
-    assert initialize_ddp() == initialize_ddp(rank=0, world_size=1) == ALONE
-    assert not _is_env_distributed() and not _should_use_distributed(None)
-    assert _first_host_from_slurm_nodelist("node[007,001-004]") == "node007"
-    cleanup_ddp()  # nothing to close
 
 
 def test_use_distributed_false_ignores_the_environment(monkeypatch):
     monkeypatch.setattr(os, "environ", {"RANK": "broken", "SLURM_STEP_NUM_TASKS": "too"})
-    assert initialize_ddp(use_distributed=False) == ALONE
-    assert not _should_use_distributed(False)
-    with pytest.raises(ValueError, match="WORLD_SIZE not set"):
-        _is_env_distributed()
+    assert initialize_ddp(use_distributed=False) == (False, 0, 0, 1, CPU)
 
 
-def test_use_distributed_true_without_a_launch_is_an_error():
+@pytest.mark.parametrize("opens", [_initialize_distributed, partial(_should_use_distributed, True)])
+def test_use_distributed_true_without_a_launch_is_an_error(opens):
     with pytest.raises(RuntimeError, match="no launcher's variables are set"):
-        initialize_ddp(use_distributed=True)
-    with pytest.raises(RuntimeError, match="no launcher's variables are set"):
-        _should_use_distributed(True)
+        opens()
 
 
 def test_world_of_one(monkeypatch):
@@ -373,52 +258,14 @@ def test_world_of_one(monkeypatch):
     default = dist.distributed_c10d._get_default_group()
     assert default._get_backend(CPU).options._timeout == default_pg_timeout == GLOO_TIMEOUT
     assert default_pg_nccl_timeout in (NCCL_TIMEOUT, None)  # None in a build without NCCL
-    dist.barrier()
     cleanup_ddp()
 
 
-@pytest.mark.parametrize(
-    ("host", "cause"),
-    [(HOST, "refused"), ("no-such-host.invalid", "(not known|resolution)"), ("a..b", "label")],
-)
-def test_unreachable_master(host, cause):
+def test_unreachable_master():
     """The error has the system's text."""
-    port, started = free_port(), time.monotonic()
-    with pytest.raises(RuntimeError, match=f"{host}:{port}: .*{cause}"):
-        initialize_ddp(SHORT, rank=1, world_size=2, master_addr=host, master_port=port)
-    assert time.monotonic() - started < 4
-
-
-@pytest.mark.parametrize(("environ", "local_rank"), [({}, 1), ({"LOCAL_RANK": "5"}, 5)])
-def test_the_local_rank_if_other_code_opened_the_group(environ, local_rank, monkeypatch):
-    """Without LOCAL_RANK, all ranks are assumed to be on this host."""
-    monkeypatch.setattr(os, "environ", environ)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
-    assert initialize_ddp() == (True, 1, local_rank, 2, CPU)
-    dist.destroy_process_group()
-
-
-def test_port_in_use():
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(RuntimeError, match=f"{port}.*address already in use.*MASTER_PORT"):
-            initialize_ddp(SHORT, rank=0, world_size=2, master_addr=HOST, master_port=port)
-
-
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        (ValueError, {"master_addr": ""}, "master_addr must be a host name or address, not ''"),
-        (ValueError, {"backend": "mpi"}, "backend must be .* not 'mpi'"),
-        (TypeError, {"timeout": 60}, "timeout must be a timedelta above 0, up to 30 days, not 60$"),
-        (TypeError, {"timeout": timedelta.max}, "timeout must be a timedelta .* up to 30 days"),
-    ],
-)
-def test_wrong_arguments(kind, arguments, message):
-    with pytest.raises(kind, match=message):
-        initialize_ddp(**arguments)
+    master = {"master_addr": "no-such-host.invalid", "master_port": free_port()}
+    with pytest.raises(RuntimeError, match=r"no-such-host.invalid:\d+: .*(not known|resolution)"):
+        initialize_ddp(SHORT, rank=1, world_size=2, **master)
 
 
 # ---------------------------------------------------------------- devices
@@ -439,22 +286,13 @@ def reports(
 def test_ranks_agree_on_the_device():
     """CUDA if every rank has a GPU of its own, the CPU if no rank sees one, otherwise an error."""
     assert _agree_on_device(0, reports([[], []])) == CPU
-    assert _agree_on_device(0, reports([["a", "b"]] * 2, "gloo")) == CPU
-    both = [["a", "b"]] * 2
-    for gpus, nodes in [(both, "aa"), ([["a"], ["b"]], "aa"), ([["a"], ["b"]], "ab")]:
-        for backend in (None, "nccl"):
-            assert _agree_on_device(0, reports(gpus, backend, nodes=nodes)) == _pick_device(0)
-    ways = 'start one rank per GPU, or pass backend="gloo" .* share_gpus=True on all of them'
-    for gpus, count in [
-        ([["a"], ["a"]], "1 GPU"),
-        ([[], ["a"]], "1 GPU"),
-        ([both[0]] * 3, "2 GPUs"),
-    ]:
-        for backend in (None, "nccl"):
-            with pytest.raises(RuntimeError, match=f"^{count} for {len(gpus)} ranks: {ways}"):
-                _agree_on_device(0, reports(gpus, backend))
-    with pytest.raises(RuntimeError, match=r"^0 GPUs for 2 ranks: "):
-        _agree_on_device(0, reports([[], []], "nccl"))
+    both = ["a", "b"]
+    assert _agree_on_device(0, reports([both] * 2, "gloo")) == CPU
+    for gpus, nodes in [([both] * 2, "aa"), ([["a"], ["b"]], "aa"), ([["a"], ["b"]], "ab")]:
+        assert _agree_on_device(0, reports(gpus, nodes=nodes)) == _pick_device(0)
+    for gpus, backend in [([["a"], ["a"]], None), ([[], ["a"]], None), ([[], []], "nccl")]:
+        with pytest.raises(TooFewGPUs, match=r"^[01] GPUs? for 2 ranks: start one rank per GPU"):
+            _agree_on_device(0, reports(gpus, backend))
     with pytest.raises(ValueError, match=r"^backend differs .* \['gloo', None\]: pass the same$"):
         _agree_on_device(0, reports([["a"]], "gloo") + reports([["b"]]))
 
@@ -462,26 +300,22 @@ def test_ranks_agree_on_the_device():
 def test_ranks_share_gpus_on_one_machine_only_and_if_all_of_them_do(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     one = [["a"], ["a"]]
-    with pytest.raises(RuntimeError, match=r"1 GPU for 2 ranks: .* share_gpus=True on all"):
+    with pytest.raises(TooFewGPUs, match=r"1 GPU for 2 ranks: .* share_gpus=True on all"):
         _agree_on_device(0, [*reports(one)[:1], *reports(one, share=True)[1:]])
+    with pytest.raises(TooFewGPUs, match=r"2 GPUs for 3 ranks: .* run on one machine"):
+        _agree_on_device(0, reports([*one, ["b"]], share=True, nodes="aab"))
     _agree_on_device(0, reports(one, share=True))
     assert os.environ == {"NCCL_HOSTID": "rank 0", "NCCL_SOCKET_IFNAME": "lo"}
-    with pytest.raises(RuntimeError, match=r"2 GPUs for 3 ranks: .* run on one machine"):
-        _agree_on_device(0, reports([*one, ["b"]], share=True, nodes="aab"))
 
 
 def test_device_that_is_not_there():
-    assert _pick_device(3) == CPU
-    assert _resolve_device("cpu") == _resolve_device(CPU) == CPU
-    for device in ("cuda", "gpu:0", torch.device("cuda:3")):
+    for device in ("gpu:0", torch.device("cuda:3")):
         with pytest.warns(UserWarning, match=f"no {device} .*: using the CPU$"):
             assert _resolve_device(device) == CPU
     model = torch.nn.Linear(2, 1)
     with pytest.warns(UserWarning, match="no cuda .*: using the CPU$") as caught:
         Handler(model, torch.optim.SGD(model.parameters()), torch.nn.MSELoss(), device="cuda")
     assert [warning.filename for warning in caught] == [__file__]  # the user's own line
-    with pytest.raises(ValueError, match=r"^device must read like cpu, .*, not 'gpuu'$"):
-        _resolve_device("gpuu")
 
 
 def test_a_rank_that_sees_only_its_own_gpu_uses_index_0(monkeypatch):
@@ -503,8 +337,5 @@ def test_seeds():
     different = [(7,), (7, 0), (7, 1), (0, 7), (7, 0, 0), (7, 1, 0), (71,), (-7,)]
     for values in zip(*(drawn(*parts) for parts in different), strict=True):
         assert len(set(values)) == len(different)
-    assert drawn(numpy.int64(7), torch.tensor(1)) == drawn(7, 1)
     # A hash may differ between runs but agree within each, so these numbers are fixed.
     assert drawn(2024, 3, 141) == (0.7090118509481602, 0.4332271932082037, 0.11704541460603202)
-    with pytest.raises(TypeError):
-        seed_everything(0.5)

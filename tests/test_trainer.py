@@ -13,7 +13,7 @@ import torch
 from handler_checks import F1
 from harness import TESTS, run, torchrun
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import TensorDataset
 from training_job import Points, accuracy, network
 
 from ddp_ref import Checkpoint, LearningRateMonitor, TrainerDDP, run_ranks
@@ -112,10 +112,7 @@ def test_the_guides_two_scripts(tmp_path):
         ended = run(*command, cwd=folder, env=TESTS)
         assert ended.code == 0, ended.stderr
         assert "[RANK 0]" in ended.stderr and "[RANK 1]" not in ended.stderr
-        assert "pin_memory" not in ended.stderr  # no warning: it is off without a GPU
         assert len(re.findall(r"no cuda .*: using the CPU\n", ended.stderr)) == 1
-        slow = re.findall(r"num_workers takes seconds to start under mp\.spawn", ended.stderr)
-        assert len(slow) == (name == "spawn")  # once, and not under torchrun
         assert "sizes: [240, 30, 30]" in ended.stderr
         out = folder / "out"
         names = {"history.csv", "step_000000030.pt", "step_000000045.pt"}
@@ -150,17 +147,10 @@ def test_the_results_of_each_epoch_and_of_the_test_set():
     assert test_results.keys() == {"loss", "accuracy"}
 
 
-class Drawn(Dataset):
-    """Random numbers without a seed, as in the tutorial."""
-
-    def __init__(self, size):
-        self.items = torch.tensor([[random.random() for _ in range(4)] for _ in range(size)])
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.items[index], (self.items[index].sum() > 2).long()
+def drawn(size):
+    """Return items with random numbers without a seed, as in the tutorial."""
+    inputs = torch.tensor([[random.random() for _ in range(4)] for _ in range(size)])
+    return TensorDataset(inputs, (inputs.sum(1) > 2).long())
 
 
 def test_the_split_is_the_same_on_all_ranks_and_nothing_leaks():
@@ -170,7 +160,7 @@ def test_the_split_is_the_same_on_all_ranks_and_nothing_leaks():
             "type": "DefaultEarlyStopping",
             "kwargs": {"patience": 1, "min_delta": 10.0},
         }
-        config |= {"data": {"type": Drawn, "args": [37]}}
+        config |= {"data": {"type": drawn, "args": [37]}}
         config["parallel"] = {"find_unused_parameters": True}
         trainer = TrainerDDP(rank, config)
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
@@ -258,18 +248,6 @@ def test_the_trainer_stops_early_saves_and_resumes(tmp_path):
     assert [path.name for path in tmp_path.glob("*.pt")] == ["step_000000030.pt"]  # at the end
     config["training"]["num_epochs"] = 5
     assert train(config)[0] == train(configuration(num_epochs=5))[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"parallel": {"world_size": 2}}, "master"),
-        ({"model": {"type": network, "kwargs": {"x": 1}}}, r"network\(\) got an unexpected .*'x'"),
-    ],
-)
-def test_a_configuration_that_cannot_work_in_this_process_is_rejected(change, text):
-    with pytest.raises((TypeError, ValueError), match=text):
-        TrainerDDP(0, configuration() | change)
 
 
 def test_a_rank_or_a_world_size_that_is_not_the_launchers_is_refused(monkeypatch):
