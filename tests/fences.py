@@ -39,15 +39,15 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def not_executed(table: Path = NOT_EXECUTED) -> list[tuple[Path, str, str]]:
+def not_executed() -> list[tuple[Path, str, str]]:
     """Return each row of the table: the page, how the fence begins, and what covers it instead."""
-    rows = ROW.finditer(table.read_text())
-    return [((table.parent / row["page"]).resolve(), row["begins"], row["test"]) for row in rows]
+    folder, rows = NOT_EXECUTED.parent, ROW.finditer(NOT_EXECUTED.read_text())
+    return [((folder / row["page"]).resolve(), row["begins"], row["test"]) for row in rows]
 
 
-def run_page(path: Path, table: Path = NOT_EXECUTED) -> None:
+def run_page(path: Path) -> None:
     """Run the fences of the page `path` in order. Raise if one does not print what is shown."""
-    begins = [start for page, start, _ in not_executed(table) if page == path.resolve()]
+    begins = [start for page, start, _ in not_executed() if page == path.resolve()]
     document = Document.parse(str(path), partial(parse, left_out=begins))
     examples = list(document)
     if not examples:

@@ -83,7 +83,6 @@ def check_epochs_differ(check, rank, world, device):
     second = list(sampler)
     on_rank_0_only = second if rank == 0 and world > 1 else again
     healthy(check, first, second)
-    mistake(1, "both epochs begin with [", check, first, torch.tensor(again))
     mistake(1, "call sampler.set_epoch(epoch) on every rank", check, first, on_rank_0_only)
 
 
@@ -98,13 +97,8 @@ def check_augmentation_differs(check, rank, world, device):
 
 
 def check_same_split(check, rank, world, device):
-    def shuffled(seed):
-        order = torch.randperm(30, generator=torch.Generator().manual_seed(seed)).tolist()
-        return order[:20], order[20:]
-
-    train, test = shuffled(0)
+    train, test = [*range(20)], [*range(20, 30)]
     healthy(check, train, test)
-    mistake(2, "test items are in the training set of a rank", check, *shuffled(rank))
     mistake(2, "the ranks hold different splits of 30 items", check, train[: 20 - rank], test)
     leaked = train + test[:1]
     mistake(1, "1 of 10 test items are in the training set", check, leaked, torch.tensor(test))
@@ -134,19 +128,15 @@ def check_whole_batch_gradient(check, rank, world, device):
     start = rank * (rank + 1) // 2
     mine = slice(start, start + rank + 1)
 
-    def after(scale, reduction, whole_reduction="mean"):
+    def after(scale, reduction):
         model = network(device)
         loss = F.cross_entropy(model(inputs[mine]), labels[mine], reduction=reduction)
         (loss * scale).backward()
 
-        def whole_loss():
-            return F.cross_entropy(inner(model)(inputs), labels, reduction=whole_reduction)
-
-        return model if world == 1 else inner(model), whole_loss
+        return model, lambda: F.cross_entropy(inner(model)(inputs), labels)
 
     healthy(check, *after(world / len(labels), "sum"))
     mistake(2, "local sum x world size / count of all ranks", check, *after(1, "mean"))
-    mistake(1, "rank 0's gradient has norm", check, *after(1 / 5, "mean"))
     mistake(1, "rank 0's gradient has norm nan", check, *after(float("nan"), "mean"))
 
 
@@ -161,7 +151,6 @@ def check_replicas_equal(check, rank, world, device):
     healthy(check, changed(lambda weight: weight.fill_(float("nan"))))
     differ = "1 of 4 parameters differ between rank 0 and rank 1, such as module.2.w"
     mistake(2, differ, check, changed(lambda weight: weight[0, 0].mul_(1 + rank * 2.0**-22)))
-    mistake(2, differ, check, changed(lambda weight: weight.copy_(weight.roll(rank, 0))))
     other_layers = nn.Linear(2, 2, bias=rank == 0).to(device)
     mistake(2, "ranks have [1, 2] parameters", check, other_layers)
 
@@ -177,7 +166,6 @@ def check_metric_is_global(check, rank, world, device):
     mistake(1, "but sum / count is 50", check, mean_of_means, own.sum(), len(own))
     without_padding = "samples, not 13: shard without padding"
     mistake(2, without_padding, check, exact, padded.sum(), len(padded), SIZE)
-    mistake(1, "but sum / count is nan", check, 0.0, 0.0, 0)
 
 
 def check_gradients_reduced(check, rank, world, device):
@@ -193,10 +181,6 @@ def check_gradients_reduced(check, rank, world, device):
         return model
 
     healthy(check, after())
-    if device.type == "cpu":  # NCCL sends no sparse tensors
-        table = nn.Embedding(3, 2, sparse=True)
-        table(torch.tensor([1, 1])).sum().backward()
-        healthy(check, table)
     mistake(2, "4 of 4 gradients differ between rank 0 and rank 1", check, after(inner))
     mistake(2, "outside no_sync", check, after(sync=False))
     mistake(2, "ranks have [0, 4] gradients", check, after(inner, backward=rank == 0))

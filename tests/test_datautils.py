@@ -15,8 +15,6 @@ def test_digits():
     parts = [datautils.MyTrainDataset(), datautils.MyTrainDataset(train=False)]
     for part, size in zip(parts, (1440, 357), strict=True):
         assert part.images.shape == (len(part), 64) == (size, 64)
-        image, digit = part[size - 1]
-        assert image.dtype == torch.float32 and digit.dtype == torch.int64
         assert part.images.min() == 0 and part.images.max() == 1
         share = torch.bincount(part.digits) / size  # each digit is a tenth of both parts
         torch.testing.assert_close(share, torch.full((10,), 0.1), rtol=0, atol=5e-3)
@@ -34,19 +32,12 @@ def test_count_right():
     assert datautils.count_right(model, data, torch.device("cpu")).tolist() == [3, 4]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("0", "total_epochs must be at least 1, not 0"),
-        ("--nproc -1", "nproc must be at least 1, not -1"),
-        ("--epochs 5", "unrecognized arguments: --epochs"),
-    ],
-)
-def test_a_wrong_value_is_one_line(monkeypatch, capsys, arguments, said):
-    monkeypatch.setattr(sys, "argv", ["script.py", *arguments.split()])
+def test_a_wrong_value_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["script.py", "--nproc", "-1"])
     with pytest.raises(SystemExit) as ended:
         datautils.parse_args("Train.", nproc=True)
-    assert (ended.value.code, capsys.readouterr().err) == (2, f"script.py: error: {said}\n")
+    said = "script.py: error: nproc must be at least 1, not -1\n"
+    assert (ended.value.code, capsys.readouterr().err) == (2, said)
 
 
 KILLED = """if True:
@@ -75,10 +66,8 @@ def test_load_takes_a_snapshot_of_this_model_only(tmp_path, monkeypatch):
     assert datautils.load("snapshot.pt", model) is None
     snapshot = {"model": nn.Linear(2, 2).state_dict(), "optimizer": {}, "epochs_run": 5}
     for content in (
-        {"model": nn.Linear(3, 2).state_dict()},
-        {"model": snapshot["model"] | {"more": torch.ones(2)}},
+        snapshot | {"model": nn.Linear(3, 2).state_dict()},
         snapshot["model"],  # a checkpoint has weights alone
-        {"model": snapshot["model"], "epochs_run": 5},  # no optimizer
         snapshot | {"code": Evil(tmp_path / "made")},
     ):
         torch.save(content, "snapshot.pt")

@@ -7,12 +7,17 @@ from math import isclose
 
 import pytest
 from harness import ROOT
-from lesson import cost_model, palette
+from lesson import cost_model
 
 pytestmark = pytest.mark.site
 MODEL = ROOT / "docs" / "planner" / "model.js"
-PAGE = ROOT / "docs" / "planner" / "page.js"
-PRESETS = ["4 nodes at 400 Gb/s", "4 nodes at 25 Gb/s", "8 GPUs with NVLink", "2 CPU cores"]
+# Of each preset: the efficiency and the ring. 400 MB in 16 buckets, backward takes 16.4 ms, forward
+# half of that.
+PRESETS = {
+    "4 nodes at 400 Gb/s": ("96.2 %", "50 GB/s: the link between nodes"),
+    "4 nodes at 25 Gb/s": ("9.56 %", "3.13 GB/s: the link between nodes"),
+    "8 GPUs with NVLink": ("99.6 %", "450 GB/s: the link within a node"),
+}
 
 WORLDS, PAYLOADS, SECONDS = [1, 2, 3, 8, 1000], [1.0, 6.3e6, 4e8, 2.8e11], [1e-4, 0.0164, 7.0]
 BANDWIDTHS, LATENCIES, BUCKETS = [3.125e9, 4.5e11], [0.0, 2e-4], [1, 6, 16, 10_000]
@@ -76,42 +81,14 @@ def test_each_formula_agrees_with_python(model):
         expected = [as_json(function(*case)) for case in cases]
         pairs = zip(cases, expected, results, strict=True)
         assert [pair for pair in pairs if not same(*pair[1:])] == [], name
-
-
-def test_the_formulas_that_only_the_page_has(model):
-    """The last bucket ends when the exposed seconds do, and buckets come one after another."""
-    for all_reduce, backward in itertools.product([0.1, 1.0, 7.0], [0.5, 1.0]):
-        call = f"number => costModel.bucket_span(number, {all_reduce}, {backward}, 6)"
-        spans = [model.evaluate(call, number) for number in range(1, 7)]
-        assert spans[-1][2] - backward == pytest.approx(
-            cost_model.exposed_seconds(all_reduce, backward, 6)
-        )
-        assert [ready for ready, *_ in spans] == pytest.approx(
-            [n * backward / 6 for n in range(1, 7)]
-        )
-        for (_, _, free), (ready, start, stop) in itertools.pairwise(spans):
-            assert start == pytest.approx(max(ready, free))
-            assert stop == pytest.approx(start + all_reduce / 6)
     even = model.evaluate("costModel.break_even_bandwidth(4e8, 8, 0.0164)")
     assert cost_model.all_reduce_seconds(4e8, 8, even) == pytest.approx(0.0164)
 
 
-def test_the_colours_agree_with_the_palette():
-    colours = dict(re.findall(r"(\w+): \"(#\w{6})\"", PAGE.read_text()))
-    process = {n: getattr(palette, n.upper()) for n in ("compute", "communicate", "wait")}
-    assert colours == process | palette.MEMORY
-
-
-def test_the_page_works_from_a_file():
-    """A browser does not load modules or fetch anything from a file:// URL."""
-    text = MODEL.read_text() + PAGE.read_text()
-    assert not re.search(r"^\s*(import|export)\b|fetch\(|type=.module", text, re.MULTILINE)
-
-
 @pytest.fixture
 def planner(site, browser):
-    """Open the page on a narrow phone. During the test, nothing may appear in its console."""
-    page = browser.new_page(viewport={"width": 360, "height": 740})
+    """Open the page. During the test, nothing may appear in its console."""
+    page = browser.new_page()
     messages = []
     page.on("console", lambda message: messages.append(message.text))
     page.on("pageerror", lambda error: messages.append(str(error)))
@@ -134,32 +111,11 @@ def row(page, strategy):
     return cells.nth(0).inner_text().split("\n")[0], cells.nth(1).inner_text()
 
 
-def assert_nothing_overflows(page):
-    wide = page.evaluate(
-        """() => {
-          const limit = document.documentElement.clientWidth;
-          const all = [...document.querySelectorAll("#planner, #planner *")];
-          const right = (element) => element.getBoundingClientRect().right;
-          return all.filter((e) => right(e) > limit).map((e) => e.outerHTML.slice(0, 80));
-        }"""
-    )
-    assert wide == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-
-
 def test_each_preset(planner):
-    shown = {}
-    for name in PRESETS:
+    for name, (efficiency, ring) in PRESETS.items():
         field(planner, "Start from").select_option(name)
-        assert field(planner, "Start from").input_value() == name
-        assert planner.locator(".timeline rect.bucket").count() >= 1
-        assert_nothing_overflows(planner)
-        shown[name] = fact(planner, "efficiency").split(",")[0], fact(planner, "ring")
-    # 400 MB in 16 buckets, backward 16.4 ms, forward half of that.
-    assert shown["4 nodes at 25 Gb/s"] == ("9.56 %", "3.13 GB/s: the link between nodes")
-    assert shown["4 nodes at 400 Gb/s"] == ("96.2 %", "50 GB/s: the link between nodes")
-    assert shown["8 GPUs with NVLink"] == ("99.6 %", "450 GB/s: the link within a node")
-    assert "within a node" in shown["2 CPU cores"][1]
+        assert fact(planner, "efficiency").split(",")[0] == efficiency
+        assert fact(planner, "ring") == ring
 
 
 def test_inputs_change_the_outputs(planner):
@@ -173,16 +129,13 @@ def test_inputs_change_the_outputs(planner):
     assert row(planner, "ZeRO-1") == ("63 GB", "73.5 GB")
     assert row(planner, "ZeRO-2") == ("38.5 GB", "49 GB")
     assert row(planner, "FSDP2") == ("14 GB", "73.5 GB")
-    assert "left out" in planner.locator("#planner").inner_text()
     field(planner, "Optimizer").select_option("SGD")
     assert row(planner, "DDP, bucket view")[0] == "56 GB"
     field(planner, "Activations per GPU (GB), if you know them").fill("10")
     assert row(planner, "FSDP2")[0] == "17 GB"
-    assert "your own number, the same" in planner.locator("#planner").inner_text()
     field(planner, "Bucket size (MiB)").fill("1")  # thousands of buckets, drawn in groups
     assert 20 < planner.locator(".timeline rect.bucket").count() <= 60
     assert fact(planner, "reduce").endswith("26,703 buckets with 1.05 MB each")
-    assert_nothing_overflows(planner)
     field(planner, "GPUs per node").fill("1")
     assert row(planner, "DDP")[1] == "0 kB"
 
@@ -204,8 +157,6 @@ def test_the_timeline_shows_what_stays_exposed(planner):
     assert max(stop for _, stop in buckets) == pytest.approx(waits[1], abs=0.5)
     assert waits[0] == pytest.approx(end, abs=0.5)
     assert (waits[1] - waits[0]) / waits[1] == pytest.approx(1 - 0.0956, abs=0.001)
-    label = planner.locator(".timeline [role=img]").get_attribute("aria-label")
-    assert label.endswith("Efficiency: 9.56 %.")
 
 
 def test_a_plan_is_in_the_address(planner, browser):
@@ -218,9 +169,6 @@ def test_a_plan_is_in_the_address(planner, browser):
     assert field(other, "Nodes").input_value() == "16"
     assert field(other, "Precision").input_value() == "all bf16"
     assert fact(other, "step") == step
-    other.evaluate("location.hash = 'nodes=2&gpus=1'")  # the rest comes from the first preset
-    other.wait_for_function("document.querySelector('.says').textContent.startsWith('2 ranks')")
-    assert field(other, "Precision").input_value() == "bf16 autocast"
 
 
 def test_nonsense_is_refused(planner):
@@ -232,17 +180,6 @@ def test_nonsense_is_refused(planner):
         assert planner.locator(".stale").count() == 1 and fact(planner, "step") == step
     nodes.fill("1")
     assert planner.locator(".stale").count() == 0 and fact(planner, "step") != step
-
-
-def test_every_input_has_a_label_and_the_keyboard_reaches_it(planner):
-    names = planner.locator("#planner input, #planner select").evaluate_all(
-        "inputs => inputs.map(input => input.labels.length === 1 && input.labels[0].innerText)"
-    )
-    assert len(names) == 13 and all(names)
-    field(planner, "Start from").focus()
-    for _ in range(12):
-        planner.keyboard.press("Tab")
-    assert planner.evaluate("document.activeElement.id") == "plan-activations"
 
 
 def test_the_page_states_the_prediction_of_its_preset(planner):

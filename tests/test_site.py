@@ -13,9 +13,8 @@ import ddp_ref
 
 pytestmark = pytest.mark.site
 TROUBLESHOOTING = "docs/troubleshooting.html"
-# Of these, a heading of the page need not come first: it has none, or its words are common ones.
-AMONG_FIVE = ["/dev/shm", "--shm-size", "marked as ready twice", "broadcast_buffers"]
-AMONG_FIVE += ["did not arrive", "appears not to match sizes", "to unfreeze layers"]
+# Common words: of these, the page need only be among the first five results.
+AMONG_FIVE = {"did not arrive", "appears not to match sizes", "to unfreeze layers"}
 # Pixels of a phone, of half a screen and of a laptop. A change of the scheme or the width is slow.
 LOOKS = {400: ["light", "dark"], 1000: ["dark", "light"], 1400: ["light", "dark"]}
 
@@ -24,13 +23,6 @@ def test_all_notebooks_and_pages_are_there(site):
     sources = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), ROOT / "README.md"]
     sources += [*ROOT.glob("scripts/*.py"), ROOT / "datautils.py"]
     assert {str(source.relative_to(ROOT).with_suffix(".html")) for source in sources} <= {*site[0]}
-
-
-def test_a_link_to_code_leads_to_a_highlighted_page(site):
-    folder = site[2]
-    assert not [*folder.glob("_downloads/*/*.*")]
-    assert 'href="scripts/multigpu_spawn.html"' in (folder / "README.html").read_text()
-    assert '<span class="k">def</span>' in (folder / "scripts/multigpu_spawn.html").read_text()
 
 
 def test_every_page_loads_whole_and_looks_right(site, browser):
@@ -58,33 +50,26 @@ def test_the_front_page_leads_to_everything(site, browser):
     page.goto(f"{address}/index.html")
     links = page.locator(".landing a").evaluate_all("links => links.map(a => a.href)")
     assert {f"{address}/{name}" for name in written(pages)} == set(links)
-    clone, *shown = page.locator(".landing pre").text_content().splitlines()
-    assert clone.startswith("$ git clone")
-    assert set(shown) <= set((ROOT / "README.md").read_text().splitlines())
-    chapters = page.locator(".chapters dd").all_text_contents()
-    assert len(chapters) == 11 and all(text.endswith("?") for text in chapters)
     page.get_by_placeholder("paste an error message").fill("Duplicate GPU detected")
     page.get_by_role("button", name="Search").click()
     page.locator("#search-results .search a").first.click()
     assert page.url.startswith(f"{address}/{TROUBLESHOOTING}")
-    page.locator(".sidebar-brand").click()
-    assert page.url == f"{address}/index.html"
 
 
 def test_the_search_finds_each_message(site, browser):
-    """Its heading comes first. If it is in AMONG_FIVE, the page is among the first five results."""
+    """Its heading comes first, unless it is in AMONG_FIVE."""
     page, wrong = browser.new_page(), {}
     headings = {re.findall("`(.+?)`", h)[0]: make_id(h) for h in HEADINGS if h.startswith("`")}
     assert len(headings) > 40
-    for message, heading in (headings | dict.fromkeys(AMONG_FIVE)).items():
+    for message, heading in headings.items():
         page.goto(f"{site[1]}/search.html?q={quote(message)}")
         page.locator(".search-summary", has_text="Search finished").wait_for()
         links = page.locator("#search-results .search a")
         found = links.evaluate_all("links => links.map(link => link.getAttribute('href'))")
-        places = [link.split("?")[0] for link in found]
-        wanted = f"{TROUBLESHOOTING}#{heading}" if heading else TROUBLESHOOTING
-        if wanted not in places[: 1 if heading else 5]:
-            wrong[message] = heading, places[:5]
+        places = [link.split("?")[0] for link in found[:5]]
+        is_first = places[:1] == [f"{TROUBLESHOOTING}#{heading}"]
+        if not is_first and not (message in AMONG_FIVE and TROUBLESHOOTING in places):
+            wrong[message] = places
     assert wrong == {}
 
 
@@ -136,33 +121,9 @@ LOOK = r"""async () => {
 }"""
 
 
-def test_a_diff_is_readable_in_dark_mode(site, browser):
-    """Its colors let the page's own background through, so that the text keeps its contrast."""
-    page = browser.new_page(color_scheme="dark")
-    page.goto(f"{site[1]}/notebooks/02_several_processes.html")
-    line = page.locator("pre span", has_text="+import torch.distributed as dist").first
-    color, background = line.evaluate(
-        "line => [getComputedStyle(line).color, getComputedStyle(line).backgroundColor]"
-    )
-    assert background.startswith("rgba(46, 160, 67")
-    assert sum(map(int, re.findall(r"\d+", color))) > 450
-
-
 def test_the_reference_names_every_export_file_by_file():
     text = (ROOT / "docs" / "reference.md").read_text()
     named = re.findall(r"^\.\. auto\w+:: ddp_ref\.(\w+)$", text, re.MULTILINE)
     assert sorted(named) == sorted(public_names())
     files = [file for file, _ in groupby(getattr(ddp_ref, name).__module__ for name in named)]
     assert len(files) == len({*files})
-
-
-def test_the_reference_describes_every_handler_attribute_that_the_pages_use(site):
-    pages = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.md")]
-    used = {
-        name
-        for page in pages
-        for name in re.findall(r"\bhandler\.(?!(?:py|md)\b)([a-z]\w*)", page.read_text())
-    }
-    reference = (site[2] / "docs" / "reference.html").read_text()
-    named = re.findall(r'id="ddp_ref\.Handler\.(\w+)"', reference)
-    assert len(used) > 15 and used <= set(named)

@@ -3,10 +3,6 @@
 MISTAKES = {
     "device_index": [
         (
-            lambda rank, local_rank, visible: rank,
-            "with two ranks per node, rank 2 (local rank 0) takes index 2",
-        ),
-        (
             lambda rank, local_rank, visible: rank % visible,
             "with --distribution=cyclic, ranks 0 and 2 are on one node and share",
         ),

@@ -27,7 +27,6 @@ def edited(name, old, new):
 
 no_sampler = edited("no_sampler", "sampler=sampler", "shuffle=True")
 no_set_epoch = edited("no_set_epoch", "        sampler.set_epoch(epoch)\n", "")
-module_keys = edited("module_keys", "model.module.state_dict", "model.state_dict")
 own_loss = edited("own_loss", "        dist.all_reduce(val_loss)\n", "")
 divided_twice = edited("divided_twice", "(loss / ACCUMULATE)", "(loss / ACCUMULATE / world_size)")
 
@@ -35,7 +34,6 @@ MISTAKES = {
     "my_script": [
         (no_sampler, "use a DistributedSampler"),
         (no_set_epoch, "call sampler.set_epoch(epoch)"),
-        (module_keys, "the file has keys such as 'module."),
         (own_loss, "rank 0 prints validation loss"),
         (divided_twice, "look for a wrong factor, such as in the loss"),
     ]

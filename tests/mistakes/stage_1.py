@@ -1,5 +1,7 @@
 """Typical wrong answers in stage 1 of myddp.py, and words of the hint that each gets."""
 
+import torch
+
 
 def rotate(ring, chunks, first, steps, take):
     """Pass chunks on, beginning with that of rank + first; `take` gets the old and the new one."""
@@ -12,10 +14,6 @@ def rotate(ring, chunks, first, steps, take):
 
 def add(mine, received):
     mine += received
-
-
-def copy(mine, received):
-    mine.copy_(received)
 
 
 def not_in_place(mine, received):
@@ -34,10 +32,6 @@ def adds_nowhere(ring, chunks):
     rotate(ring, chunks, -1, ring.world_size - 1, not_in_place)
 
 
-def replaces(ring, chunks):
-    rotate(ring, chunks, -1, ring.world_size - 1, copy)
-
-
 def receives_first(ring, chunks):
     ring.receive(chunks[ring.rank - 2])
     ring.send(chunks[ring.rank - 1])
@@ -54,12 +48,8 @@ def never_stops(ring, chunks):
         chunks[ring.rank - 2] += ring.receive(chunks[ring.rank - 2])
 
 
-def adds_complete_chunks(ring, chunks):
-    rotate(ring, chunks, 0, ring.world_size - 1, add)
-
-
 def begins_with_the_wrong_chunk(ring, chunks):
-    rotate(ring, chunks, 1, ring.world_size - 1, copy)
+    rotate(ring, chunks, 1, ring.world_size - 1, torch.Tensor.copy_)
 
 
 MISTAKES = {
@@ -67,13 +57,12 @@ MISTAKES = {
         (ends_with_another_chunk, "every rank has to end with its own"),
         (one_step_too_many, "messages, but all is done in 3"),
         (adds_nowhere, "no chunk has changed"),
-        (replaces, "a chunk replaced another one"),
         (receives_first, "waited for a message that nobody had sent"),
         (never_stops, "does your loop stop?"),
         (receives_another, "receive the chunk that the rank before you sends"),
     ],
     "all_gather": [
-        (adds_complete_chunks, "These chunks are complete: copy them"),
+        (ends_with_another_chunk, "These chunks are complete: copy them"),
         (begins_with_the_wrong_chunk, "has lost its own chunk"),
     ],
 }

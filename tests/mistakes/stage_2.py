@@ -6,14 +6,6 @@ import torch
 import torch.distributed as dist
 
 
-def new_parameters(model):
-    for module in model.modules():
-        for name, parameter in [*module.named_parameters(recurse=False)]:
-            new = torch.nn.Parameter(parameter.detach().clone())
-            dist.broadcast(new.detach(), src=0)
-            setattr(module, name, new)
-
-
 def parameters_alone(model):
     for parameter in model.parameters():
         dist.broadcast(parameter.detach(), src=0)
@@ -41,27 +33,14 @@ def divides_by_two(model):
         parameter.grad /= 2
 
 
-def divides_twice(model):
-    sums(model)
-    for parameter in model.parameters():
-        parameter.grad /= dist.get_world_size() ** 2
-
-
-def averages_twice(model):
-    for parameter in 2 * [*model.parameters()]:
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
 def averages_copies(model):
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad / 2)
 
 
-def averages_on_rank_0(model):
-    for parameter in model.parameters():
-        dist.reduce(parameter.grad, dst=0)
-        parameter.grad /= dist.get_world_size()
+def calls_on_rank_0_alone(model):
+    if dist.get_rank() == 0:
+        sums(model)
 
 
 def order(length, epoch):
@@ -82,18 +61,6 @@ def blocks(length, rank, world_size, epoch):
     return (order(length, epoch) * world_size)[rank * count :][:count]
 
 
-def own_order(length, rank, world_size, epoch):
-    even = math.ceil(length / world_size) * world_size
-    return (order(length, epoch + 10 * rank) * world_size)[:even][rank::world_size]
-
-
-def gathers_objects(model):
-    for parameter in model.parameters():
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, parameter.grad)
-        parameter.grad = sum(every) / len(every)
-
-
 def seeds_the_process(length, rank, world_size, epoch):
     even = math.ceil(length / world_size) * world_size
     items = torch.randperm(length, generator=torch.manual_seed(epoch)).tolist()
@@ -102,7 +69,6 @@ def seeds_the_process(length, rank, world_size, epoch):
 
 MISTAKES = {
     "start_alike": [
-        (new_parameters, "the parameters are not rank 0's"),
         (parameters_alone, "not the buffers 1.running_mean, 1.running_var"),
         (saved_alone, "not the buffers 1.table"),
         (skips_frozen, "a frozen parameter is not rank 0's"),
@@ -110,17 +76,13 @@ MISTAKES = {
     "average_gradients": [
         (sums, "rank 0's gradient is the sum over the ranks"),
         (divides_by_two, "half of the sum, but here are 3 ranks"),
-        (divides_twice, "divided twice"),
-        (averages_twice, "sends 4.0 units"),
-        (gathers_objects, "sends 3.0 units"),
         (averages_copies, "rank 0's gradient is this rank's own"),
-        (averages_on_rank_0, "rank 1's gradient is not the mean"),
+        (calls_on_rank_0_alone, "for another rank that never made that call"),
     ],
     "shard_indices": [
         (without_padding, "items, or a rank waits for the others"),
         (the_same_in_every_epoch, "It is the same in every epoch"),
         (blocks, "Rank r takes the items r"),
         (seeds_the_process, "seeds the whole process"),
-        (own_order, "All ranks must draw the same permutation"),
     ],
 }

@@ -1,6 +1,5 @@
 """Typical wrong answers in stage 3 of myddp.py, and words of the hint that each gets."""
 
-import torch
 import torch.distributed as dist
 from lesson import myddp
 from torch.nn.utils import clip_grad_norm_
@@ -37,14 +36,6 @@ def mean_of_means(model, optimizer, scaler, microbatches, loss_of, limit):
     finish(model, optimizer, scaler, limit)
 
 
-def mean_of_each(model, optimizer, scaler, microbatches, loss_of, limit):
-    for microbatch in microbatches:
-        loss = loss_of(model, microbatch) / own_count([microbatch])
-        scaler.scale(loss / len(microbatches)).backward()
-    average_gradients(model)
-    finish(model, optimizer, scaler, limit)
-
-
 def without_world_size(model, optimizer, scaler, microbatches, loss_of, limit):
     backward(model, scaler, microbatches, loss_of, 1 / global_count(microbatches))
     average_gradients(model)
@@ -63,11 +54,6 @@ def averages_each(model, optimizer, scaler, microbatches, loss_of, limit):
     finish(model, optimizer, scaler, limit)
 
 
-def averages_never(model, optimizer, scaler, microbatches, loss_of, limit):
-    backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
-    finish(model, optimizer, scaler, limit)
-
-
 def one_backward(model, optimizer, scaler, microbatches, loss_of, limit):
     total = sum(loss_of(model, microbatch) for microbatch in microbatches)
     scaler.scale(total * factor_of(microbatches)).backward()
@@ -79,16 +65,6 @@ def clips_the_scaled_gradient(model, optimizer, scaler, microbatches, loss_of, l
     backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
     average_gradients(model)
     clip_grad_norm_(model.parameters(), limit)
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-
-
-def clips_before_the_mean(model, optimizer, scaler, microbatches, loss_of, limit):
-    backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
-    scaler.unscale_(optimizer)
-    clip_grad_norm_(model.parameters(), limit)
-    average_gradients(model)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -111,21 +87,6 @@ def keeps_the_gradients(model, optimizer, scaler, microbatches, loss_of, limit):
     finish(model, optimizer, scaler, limit)
 
 
-def leaves_zeros(model, optimizer, scaler, microbatches, loss_of, limit):
-    backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
-    average_gradients(model)
-    finish(model, optimizer, scaler, limit)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-
-
-def halves_the_scale(model, optimizer, scaler, microbatches, loss_of, limit):
-    backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
-    average_gradients(model)
-    finish(model, optimizer, scaler, limit)
-    scaler.update(scaler.get_scale() / 2)
-
-
 def skips_without_tokens(model, optimizer, scaler, microbatches, loss_of, limit):
     factor = factor_of(microbatches)
     for microbatch in microbatches:
@@ -135,30 +96,15 @@ def skips_without_tokens(model, optimizer, scaler, microbatches, loss_of, limit)
     finish(model, optimizer, scaler, limit)
 
 
-def scales_the_gradients(model, optimizer, scaler, microbatches, loss_of, limit):
-    backward(model, scaler, microbatches, loss_of, torch.ones(()))
-    factor = factor_of(microbatches)
-    for parameter in model.parameters():
-        parameter.grad *= factor
-    average_gradients(model)
-    finish(model, optimizer, scaler, limit)
-
-
 MISTAKES = {
     "token_step": [
         (mean_of_means, "each rank's mean has the same weight"),
-        (mean_of_each, "each microbatch's mean has the same weight"),
         (without_world_size, "a third of what they should be"),
         (averages_each, "your step made 46 collective calls"),
-        (averages_never, "the ranks step with different gradients"),
         (one_backward, "two microbatches were in memory at once"),
         (clips_the_scaled_gradient, "you clipped the gradient while it was still multiplied"),
-        (clips_before_the_mean, "clip its norm once, when the mean is complete"),
         (steps_at_once, "reached the weights"),
         (keeps_the_gradients, "a later one does not"),
-        (leaves_zeros, "it leaves gradients of zeros"),
-        (halves_the_scale, "but the scale has changed"),
         (skips_without_tokens, "your function raised"),
-        (scales_the_gradients, "right up to rounding"),
     ],
 }

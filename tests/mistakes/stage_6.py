@@ -33,11 +33,10 @@ class Sums(RightGather):
         return RightGather.backward(ctx, gradient) * dist.get_world_size()
 
 
-class DoesNotScatter(RightGather):
+class ScattersOnRank0Alone(RightGather):
     @staticmethod
     def backward(ctx, gradient):
-        dist.all_reduce(gradient := gradient.clone())
-        return gradient / dist.get_world_size()
+        return RightGather.backward(ctx, gradient) if dist.get_rank() == 0 else gradient[:3]
 
 
 class ChangesItsGradient(RightGather):
@@ -48,12 +47,6 @@ class ChangesItsGradient(RightGather):
         return chunks[dist.get_rank()] / dist.get_world_size()
 
 
-class GathersOwnTwice(RightGather):
-    @staticmethod
-    def forward(ctx, shard):
-        return torch.cat([shard] * dist.get_world_size())
-
-
 class RightBlock(nn.Module):
     """The solution, in parts that a mistake can replace."""
 
@@ -61,11 +54,9 @@ class RightBlock(nn.Module):
         super().__init__()
         whole = nn.utils.parameters_to_vector(block.parameters()).detach()
         whole = F.pad(whole, (0, -len(whole) % dist.get_world_size()))
-        self.shard = nn.Parameter(self.chunk(whole).clone())
+        chunk = whole.tensor_split(dist.get_world_size())[dist.get_rank()]
+        self.shard = nn.Parameter(chunk.clone())
         self.keep(block)
-
-    def chunk(self, whole):
-        return whole.tensor_split(dist.get_world_size())[dist.get_rank()]
 
     def keep(self, block):
         self.block = [block.to("meta")]
@@ -99,25 +90,6 @@ class GathersOnce(RightBlock):
         return self.compute(*args, **kwargs)
 
 
-class KeepsTheWholeForBackward(RightBlock):
-    def gather(self):
-        whole = super().gather()
-        self.last = whole.detach()
-        whole.register_hook(lambda _: setattr(self, "last", None))
-        return whole
-
-
-class TakesChunk0(RightBlock):
-    def chunk(self, whole):
-        return whole.tensor_split(dist.get_world_size())[0]
-
-
-class DividesTwice(RightBlock):
-    def __init__(self, block):
-        super().__init__(block)
-        self.shard.register_hook(lambda gradient: gradient / dist.get_world_size())
-
-
 class GathersWithoutGradient(RightBlock):
     def gather(self):
         return own.Gather.apply(self.shard.detach()).requires_grad_()
@@ -126,17 +98,13 @@ class GathersWithoutGradient(RightBlock):
 MISTAKES = {
     "Gather": [
         (Sums, "rank 0's gradient is the sum"),
-        (DoesNotScatter, "invalid gradient"),
+        (ScattersOnRank0Alone, "for another rank that never made that call"),
         (ChangesItsGradient, "clone it"),
-        (GathersOwnTwice, "but you gather [0.0, 1.0, 2.0, 0.0, 1.0, 2.0, 0.0, 1.0, 2.0]"),
     ],
     "ShardedBlock": [
         (KeepsTheBlock, "Who keeps the whole weights?"),
         (TrainsTheBlock, "only this rank's chunk may be an nn.Parameter"),
         (GathersOnce, "FSDP2 gathers again in backward"),
-        (KeepsTheWholeForBackward, "between forward and backward"),
-        (TakesChunk0, "the output is not that of the whole block"),
-        (DividesTwice, "gradient is divided twice"),
         (GathersWithoutGradient, "gradient is missing"),
     ],
 }
