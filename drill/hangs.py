@@ -9,12 +9,12 @@ nobody can say which of them is right, so the verdict must name both. Other roun
 that is healthy or only slow, and there must be no verdict.
 """
 
-import argparse
 import os
 import re
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,20 +35,14 @@ ALONE = {
     "frozen_read": "read_text()",
     "endless_loop": "in hang",
     "polling_loop": "in hang",
-    "deadlocked_lock": "lock.acquire()",
-    "full_pipe": "torch.save(",
     "stopped_process": "os.kill(",
     "stuck_in_kernel": "os.posix_spawn(",
     "blocked_worker": "read_text()",
-    "stopped_worker": "is stopped",
-    "long_validation": "time.sleep(3600)",
     "async_wait": "time.sleep(3600)",
     "reduce_sum": "time.sleep(3600)",
     "functional": "time.sleep(3600)",
-    "handler_hook": "time.sleep(3600)",
     "handler_validation": "time.sleep(3600)",
     "handler_on_rank": "time.sleep(3600)",
-    "handler_comparison": "time.sleep(3600)",
 }
 TOGETHER = {
     "other_branch": "dist.barrier()",
@@ -70,19 +64,14 @@ HEALTHY = [
     "accumulation",
     "changing_work",
     "late_start",
-    "handler_slow_hook",
 ]
-KINDS = {
-    "one rank stands still": [*ALONE],
-    "ranks disagree": [*TOGETHER],
-    "healthy or slow": HEALTHY,
-}
-LAUNCHERS = "spawn", "torchrun", "run_ranks", "process"
+CASES = [*HANGS, *HEALTHY]
+LAUNCHERS = "spawn", "torchrun", "run_ranks"
 RIGHT, MISSED, WRONG = "right", "missed", "wrong rank accused"
 NO_DUMP = {"stopped_process", "stuck_in_kernel"}  # the odd rank cannot write its dump
 # The others wait in a group of on_rank's own, in which the odd rank has not recorded anything yet.
 OTHER_GROUP = {"handler_on_rank"}
-OF_RANK_0 = {"long_validation", "validation_metric", "short_validation"}
+OF_RANK_0 = {"validation_metric", "short_validation"}
 
 
 class Round(NamedTuple):
@@ -110,7 +99,12 @@ class Result(NamedTuple):
 
 
 def main() -> None:
-    args = parse()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4, help="of each hang (4); 2 if healthy")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="CASE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there too")
+    args = parser.parse_args()
+    require_marks(parser, args.markdown, MARKS)
     results = []
     with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
         rounds = [each for each in plan(args.rounds) if each.case in args.only]
@@ -127,23 +121,10 @@ def main() -> None:
     sys.exit(any(not each.right for each in results))
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cases = [*HANGS, *HEALTHY]
-    parser.add_argument("--rounds", type=int, default=4, help="of each hang (4); 2 if healthy")
-    parser.add_argument("--only", nargs="+", choices=cases, default=cases, metavar="CASE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there too")
-    args = parser.parse_args()
-    require_marks(parser, args.markdown, MARKS)
-    return args
-
-
 def plan(repeats: int) -> list[Round]:
     """Return the rounds, the same ones each time."""
     rounds = []
-    for number, case in enumerate([*HANGS, *HEALTHY]):
+    for number, case in enumerate(CASES):
         for nth in range(min(repeats, 2) if case in HEALTHY else repeats):
             chance = Random(f"{case} {nth}")
             size = chance.randint(2, 4)
@@ -162,7 +143,15 @@ def run_round(round_: Round, folder: Path) -> Result:
     env["TORCH_FR_BUFFER_SIZE"] = "2000"
     try:
         with Running(*command, cwd=folder, env=env, fresh=True) as running:
-            wait_for_hang(running, round_, folder)
+            files = [f"rank_{rank}" for rank in range(round_.size)]
+            files += ["worker"] * round_.case.endswith("_worker")
+
+            def arrived() -> bool:
+                assert running.process.poll() is None, running.text()
+                return all((folder / file).exists() for file in files)
+
+            wait_until(arrived, 180)
+            time.sleep(1)
             output = find_hang(folder)
             live = judge(round_, blocks_of(running, output))
             if round_.case in HEALTHY:
@@ -174,18 +163,6 @@ def run_round(round_: Round, folder: Path) -> Result:
             return Result(round_, live, judge_dumps(round_, from_dumps), output + from_dumps)
     except AssertionError as error:
         return Result(round_, MISSED, "" if round_.case in HEALTHY else MISSED, str(error))
-
-
-def wait_for_hang(job: Running, round_: Round, folder: Path) -> None:
-    files = [f"rank_{rank}" for rank in range(round_.size)]
-    files += ["worker"] * round_.case.endswith("_worker")
-
-    def arrived() -> bool:
-        assert job.process.poll() is None, job.text()
-        return all((folder / file).exists() for file in files)
-
-    wait_until(arrived, 180)
-    time.sleep(1)
 
 
 def find_hang(folder: Path, *paths: str) -> str:
@@ -229,7 +206,8 @@ def judge(round_: Round, block: str, from_dumps: bool = False) -> str:
 def table(results: Sequence[Result]) -> str:
     """Return a Markdown table with a row per kind of job."""
     rows = [["jobs", "cases", "rounds", "right live", "right from dumps", WRONG]]
-    for kind, cases in KINDS.items():
+    names = "one rank stands still", "ranks disagree", "healthy or slow"
+    for kind, cases in zip(names, (ALONE, TOGETHER, HEALTHY), strict=True):
         own = [result for result in results if result.round.case in cases]
         live, dumps = [each.live for each in own], [each.dumps for each in own]
         counts = [len({each.round.case for each in own}), len(own), live.count(RIGHT)]
