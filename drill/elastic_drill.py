@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
+from threading import Timer
 from typing import Any, NamedTuple
 
 import psutil
@@ -76,8 +77,7 @@ class Round:
         self.environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "drill"), str(ROOT)])
         self.launchers: list[Running] = []
         self.workers: dict[int, Running | None] = {}  # that live; those that joined have their own
-        self.stopped: dict[int, float] = {}  # until when
-        self.ordered = 0  # faults at a moment
+        self.stopped: set[int] = set()
         self.deaths: list[tuple[float, int, str]] = []
 
     def run(self, faults: Sequence[str]) -> list[str]:
@@ -90,13 +90,12 @@ class Round:
             self.workers.update({int(pid): None for pid in pids})
             wait_until(self.rank_0)
             for fault in self.random.sample(faults, min(5, len(faults))):
-                self.sleep(self.random.random() * 2)
-                if (self.folder / "elastic.pt").exists():
+                time.sleep(self.random.random() * 2)
+                if self.over():
                     break
                 self.happen(fault)
                 happened.append(fault)
-            while self.stopped:
-                self.sleep(0.1)
+            wait_until(lambda: not self.stopped)
             self.launchers[-1].wait(LIMIT)
             self.forget_the_dead()
             opened = {record.pid for record in self.records() if record.kind == "opens"}
@@ -122,6 +121,9 @@ class Round:
         running = self.start("--join", f"localhost:{self.port}")
         self.workers[running.process.pid] = running
 
+    def over(self) -> bool:
+        return (self.folder / "elastic.pt").exists()
+
     def records(self) -> list[Record]:
         found = []
         for path in self.folder.glob("*.log"):
@@ -143,23 +145,17 @@ class Round:
 
     def holders(self) -> list[int]:
         """Return the workers that run and have the newest state."""
-        self.forget_the_dead()
         tries = [record for record in self.records() if record.kind == "try"]
         newest = max((record.group for record in tries), default=0)
         have = {record.pid for record in tries if record.group == newest}
         return [pid for pid in self.workers if pid in have and pid not in self.stopped]
 
-    def needed(self) -> int:
-        """Return how many holders of the state must be left: some deaths may be due already."""
-        return 1 + sum(len([*self.folder.glob(f"{moment}@*")]) for moment in (OPENING, TAKE_OVER))
-
     def victims(self, number: int) -> list[int]:
         """Choose among the workers that run, but leave one that has the newest state."""
-        holders = self.holders()
-        spared = self.random.sample(holders, min(len(holders), self.needed()))
-        if len(spared) < self.needed():
+        if not (holders := self.holders()):
             return []
-        running = [pid for pid in self.workers if pid not in [*self.stopped, *spared]]
+        spared = self.random.choice(holders)
+        running = [pid for pid in self.workers if pid not in self.stopped and pid != spared]
         return self.random.sample(running, min(number, len(running)))
 
     def kill(self, pids: Sequence[int]) -> None:
@@ -176,15 +172,15 @@ class Round:
         with suppress(ProcessLookupError):  # it has just ended: at a moment, or with the run
             os.kill(pid, number)
 
-    def sleep(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while True:
-            for pid in [pid for pid, until in self.stopped.items() if time.monotonic() > until]:
-                del self.stopped[pid]
-                self.signal(pid, signal.SIGCONT)
-            if time.monotonic() > end:
-                return
-            time.sleep(0.01)
+    def stop(self, pid: int) -> None:
+        """Freeze a worker for some seconds."""
+        self.stopped.add(pid)
+        self.signal(pid, signal.SIGSTOP)
+        Timer(self.random.random() * 7, self.go_on, [pid]).start()
+
+    def go_on(self, pid: int) -> None:
+        self.stopped.remove(pid)
+        self.signal(pid, signal.SIGCONT)
 
     def happen(self, fault: str) -> None:
         self.forget_the_dead()
@@ -192,42 +188,45 @@ class Round:
             self.join()
         one, holders = self.victims(1), self.holders()
         if fault.endswith("rank 0"):
-            safe = len(holders) > self.needed()
-            one = [pid for pid in [self.rank_0()] if pid in holders and safe]
+            one = [pid for pid in [self.rank_0()] if pid in holders and len(holders) > 1]
         running = len(self.workers) - len(self.stopped)
         match fault:
             case "kill" | "kill rank 0":
                 self.kill(one)
             case "kill all but one":
                 self.kill(self.victims(100))
-            case "kill in the opening":
+            case "kill in the opening" if len(holders) > 1:
                 self.order(OPENING)
                 self.join()
             case "stop" | "stop rank 0":
                 for pid in one:
-                    self.signal(pid, signal.SIGSTOP)
-                    self.stopped[pid] = time.monotonic() + self.random.random() * 7
+                    self.stop(pid)
             case "join":
                 self.join()
             case "kill the coordinator":  # and start another one at the same port
                 self.launchers[-1].process.kill()
                 self.launchers[-1].process.wait(20)
-                self.sleep(self.random.random())
+                time.sleep(self.random.random())
                 self.launch(0)
             case "step fails":
                 self.order(HALF)
             case "step fails everywhere":
                 self.order(HALF, running)
-            case "tear the take-over":  # one has a step more than the others, and dies as rank 0
-                self.order(HALF, running - 1)
+            # One has a step more than the others, and dies as rank 0.
+            case "tear the take-over" if len(holders) > 1:
                 self.order(TAKE_OVER)
+                self.order(HALF, running - 1)
+        # A worker that is to die somewhere must not be the last one with the newest state.
+        wait_until(lambda: self.over() or not self.ordered(OPENING) + self.ordered(TAKE_OVER), 30)
 
     def order(self, moment: str, number: int = 1) -> None:
         """Order faults at a moment, for as many workers."""
-        deadly = moment != HALF
-        for _ in range(0 if deadly and len(self.holders()) <= self.needed() else number):
-            self.ordered += 1
-            (self.folder / f"{moment}@{self.ordered}").touch()
+        for _ in range(number):
+            (self.folder / f"{moment}@{self.random.random()}").touch()
+
+    def ordered(self, moment: str) -> list[Path]:
+        """Return the orders that no worker has taken yet."""
+        return [*self.folder.glob(f"{moment}@*")]
 
     def check(self, batches: list[list[int]], weights: dict[str, torch.Tensor]) -> Result:
         """Compare the logs and the final weights with those of the plain loop."""
