@@ -79,10 +79,8 @@ def check_on_rank() -> None:
 
 def size_for(memory: int) -> Size:
     """Return the largest size that fits into that many bytes."""
-    for batch in (32, 16, 8):
-        if FIXED_MEMORY + batch * MEMORY_PER_ROW <= memory:
-            return GPT2._replace(batch=batch)
-    return TINY
+    rows = min(GPT2.batch, (memory - FIXED_MEMORY) // MEMORY_PER_ROW)
+    return GPT2._replace(batch=rows) if rows >= 8 else TINY
 
 
 def gpt(size: Size, rounds: int, ranks: int, title: str) -> Table:

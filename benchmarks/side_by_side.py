@@ -102,12 +102,6 @@ def middle(values: np.ndarray, block: int = 1) -> tuple[float, float, float]:
     return center, low, high
 
 
-def find(rows: Sequence[Row], name: str) -> Row:
-    """Return the row of that name."""
-    (row,) = [row for row in rows if row.name == name]
-    return row
-
-
 def noise(rows: Sequence[Row]) -> float:
     """Return how far the control's interval extends from 1: the noise of the machine."""
     return max(abs(rows[1].low - 1), abs(rows[1].high - 1))

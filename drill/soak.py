@@ -5,17 +5,16 @@
 There are two runs: one without a fault, and one in which a random fault ends the job again and
 again. Each time, the soak starts it again with the same flags, under torchrun and with --nproc in
 turn. Both runs must end at the same weights and history, bit for bit, and no process may hang, grow
-or stay behind. Flags of char_gpt.py may follow after "--".
+or stay behind.
 """
 
-import argparse
 import math
 import os
-import shlex
 import signal
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -29,13 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness, page and tables
 
 from harness import SCRIPTS, Running, torchrun, wait_until  # noqa: E402
-from judge import (  # noqa: E402
-    Wrong,
-    check_equal,
-    check_kept,
-    check_no_crash,
-    intact_checkpoints,
-)
+from judge import Wrong, check_equal, check_kept, check_no_crash, intact_checkpoints  # noqa: E402
 from launchers import CHECKPOINTS  # noqa: E402
 from page import machine, put_between, require_marks  # noqa: E402
 from report import count  # noqa: E402
@@ -70,7 +63,13 @@ class Attempt(NamedTuple):
 
 
 def main() -> None:
-    args = parse()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=420, help="of each run (420, an hour)")
+    parser.add_argument("--every", type=float, default=120, help="seconds between faults (120)")
+    parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from (0)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the summary there too")
+    args = parser.parse_args()
+    require_marks(parser, args.markdown, MARKS)
     # A shell's background job ignores Ctrl-C, and the soak's job would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left
@@ -92,21 +91,7 @@ def main() -> None:
         put_between(args.markdown, *MARKS, text)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--epochs", type=int, default=420, help="of each run (420, an hour)")
-    parser.add_argument("--every", type=float, default=120, help="seconds between faults (120)")
-    parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from (0)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the summary there too")
-    parser.add_argument("flags", nargs="*", help="of char_gpt.py, after --")
-    args = parser.parse_args()
-    require_marks(parser, args.markdown, MARKS)
-    return args
-
-
-def run_all(args: argparse.Namespace, folder: Path, every: float) -> list[Attempt]:
+def run_all(args: Namespace, folder: Path, every: float) -> list[Attempt]:
     """Start the job until all epochs are done, and return how each attempt went."""
     folder.mkdir()
     attempts: list[Attempt] = []
@@ -118,11 +103,11 @@ def run_all(args: argparse.Namespace, folder: Path, every: float) -> list[Attemp
     return attempts
 
 
-def run_once(args: argparse.Namespace, folder: Path, number: int, every: float) -> Attempt:
+def run_once(args: Namespace, folder: Path, number: int, every: float) -> Attempt:
     """Start the job, let a fault happen after about `every` seconds, and return how it went."""
     home, chance = folder / CHECKPOINTS, Random(f"{args.seed} {number}")
     job: list[str | Path] = [SCRIPTS / "char_gpt.py", "--epochs", str(args.epochs)]
-    job += ["--run-dir", CHECKPOINTS, *args.flags]
+    job += ["--run-dir", CHECKPOINTS]
     command = [sys.executable, *job, "--nproc", "2"] if number % 2 else torchrun(2, *job)
     samples: Samples = {}
     fault, before = "", set[str]()
@@ -202,7 +187,7 @@ def inject(fault: str, running: Running, chance: Random) -> None:
             chance.choice(ranks(running)).kill()
 
 
-def report(args: argparse.Namespace, runs: dict[str, list[Attempt]], steps: int) -> str:
+def report(args: Namespace, runs: dict[str, list[Attempt]], steps: int) -> str:
     """Return the summary as Markdown."""
     attempts = runs[WITH_FAULTS]
     faults = [attempt.fault for attempt in attempts if attempt.fault]
@@ -222,7 +207,6 @@ def report(args: argparse.Namespace, runs: dict[str, list[Attempt]], steps: int)
             rows.append([run, launcher, f"{measured} of {number}", f"{peak:.0f} MiB", most])
     command = f".venv/bin/python drill/soak.py --seed {args.seed} --epochs {args.epochs}"
     command += f" --every {args.every:g}"
-    command += f" -- {shlex.join(args.flags)}" if args.flags else ""
     return f"`{command}`\non {machine(['torch'])}\n\n{words}\n\n{grid(rows)}"
 
 
