@@ -1,7 +1,7 @@
 """How the cost of each operation grows with the number of ranks.
 
 python benchmarks/growth.py                                   2 to 64 ranks, on the terminal
-python benchmarks/growth.py --ranks 2 8 --markdown docs/benchmarks.md
+python benchmarks/growth.py --ranks 2 8
 
 All ranks run on this machine and share its cores. On a cluster each rank has cores of its own, so
 this measures the CPU time of the busiest rank, and the sockets of the rank that has the most.
@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from page import BUILD, ROOT, machine, put_between, require_marks, warn_if_busy
+from page import BUILD, ROOT, machine, warn_if_busy
 from tables import duration, grid
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -51,25 +51,19 @@ WIDTH = 2048  # of a linear layer: a checkpoint of 16 MiB
 OPEN = "open the group and call on_rank"
 LAZY = f"{OPEN}, TORCH_GLOO_LAZY_INIT=1"
 SOCKETS = "sockets"
-MARKS = "<!-- begin of what growth.py has written -->", "<!-- end -->"
 Costs = dict[str, float]  # by name: seconds of CPU time, the median of the rounds; or sockets
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers, ascending")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there too")
     args = parser.parse_args()
-    require_marks(parser, args.markdown, MARKS)
     warn_if_busy()
     worlds = {}
     for ranks in args.ranks:
         worlds[ranks] = measure(ranks)
         print(f"{ranks} ranks: done", flush=True)
-    print(f"\n{table(worlds)}")
-    if args.markdown:
-        about = f"`benchmarks/growth.py` on {machine(['torch'])}."
-        put_between(args.markdown, *MARKS, f"{table(worlds)}\n\n{about}")
+    print(f"\non {machine(['torch'])}\n\n{table(worlds)}")
 
 
 def measure(ranks: int) -> Costs:

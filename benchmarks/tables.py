@@ -1,6 +1,7 @@
 """How the results of a benchmark are shown: tables and notes, in Markdown."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,10 @@ def grid(rows: Sequence[Sequence[str]]) -> str:
     """Return rows of cells as a Markdown table; the first row is its head."""
     lines = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def count(names: Iterable[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(Counter(names).items()))
 
 
 def number(ratio: float) -> str:

@@ -13,18 +13,23 @@ import signal
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import count as count_from
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness, tables
 
 from faults import small_disk  # noqa: E402
 from launchers import slurm_host  # noqa: E402
-from plan import Plan, draw  # noqa: E402
-from report import report  # noqa: E402
-from rounds import WRONG, Job, RoundResult  # noqa: E402
+from plan import FAULTS, Plan, draw  # noqa: E402
+from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, Job, RoundResult  # noqa: E402
+from tables import count, grid  # noqa: E402
+
+OUTCOMES = WENT_ON, RESUMED, STARTED_OVER, TOO_LATE
 
 
 def main() -> None:
@@ -62,7 +67,7 @@ def run_all(args: Namespace, folder: Path) -> list[RoundResult]:
 def choose(args: Namespace, folder: Path) -> list[Plan]:
     """Return the rounds that this machine can run. A number is the same round on every machine."""
     plans: list[Plan] = []
-    numbers = count(1) if args.only is None else iter([args.only])
+    numbers = count_from(1) if args.only is None else iter([args.only])
     while len(plans) < args.rounds and (number := next(numbers, None)):
         plan = draw(args.seed, number)
         try:
@@ -75,6 +80,30 @@ def choose(args: Namespace, folder: Path) -> list[Plan]:
         except OSError as error:
             print(f"round {number} is left out: {error}", flush=True)
     return plans
+
+
+def report(rounds: Sequence[RoundResult]) -> str:
+    """Return the counts of the rounds, and a Markdown table with a row per fault.
+
+    A cost is a median and a maximum, of the rounds that have one.
+    """
+    rows = [["fault", "rounds", *OUTCOMES, "job ended after", "steps lost"]]
+    for fault in FAULTS:
+        own = [result for result in rounds if result.plan.fault == fault]
+        counts = Counter(result.outcome for result in own)
+        numbers = len(own), *(counts[outcome] for outcome in OUTCOMES)
+        ended = median_and_maximum([result.ended for result in own], ".1f", " s")
+        steps = median_and_maximum([result.steps for result in own], ".0f")
+        if own:
+            rows.append([fault, *map(str, numbers), ended, steps])
+    outcomes = f"{len(rounds)} rounds: {count(result.outcome for result in rounds)}."
+    launchers = f"By launcher: {count(result.plan.launch for result in rounds)}."
+    return f"{outcomes}\n\n{launchers}\n\n{grid(rows)}"
+
+
+def median_and_maximum(values: Sequence[float | None], digits: str, unit: str = "") -> str:
+    present = [value for value in values if value is not None]
+    return f"{median(present):{digits}} / {max(present):{digits}}{unit}" if present else ""
 
 
 if __name__ == "__main__":

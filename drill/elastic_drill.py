@@ -32,16 +32,15 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT), str(ROOT / "tests")]  # datautils, harness
 
-from elastic_job import HALF, OPENING, TAKE_OVER, VARIABLE, VARIANTS  # noqa: E402
+from elastic_job import HALF, OPENING, VARIABLE, VARIANTS  # noqa: E402
 from harness import Running, free_port, wait_until  # noqa: E402
 
 import datautils  # noqa: E402
 
 JOB = ROOT / "drill" / "elastic_job.py"
 FAULTS = [
-    *("kill", "kill rank 0", "kill all but one", "kill in the opening", "stop", "stop rank 0"),
-    *("join", "kill the coordinator", "step fails", "step fails everywhere"),
-    "tear the take-over",  # a worker dies in it
+    *("kill", "kill rank 0", "kill rank 0 in the opening", "kill all but one"),
+    *("kill the coordinator", "stop", "stop rank 0", "join", "step fails", "step fails everywhere"),
 ]
 BATCH, EPOCH = 96, 15
 STEPS = 500  # of a round
@@ -195,9 +194,10 @@ class Round:
                 self.kill(one)
             case "kill all but one":
                 self.kill(self.victims(100))
-            case "kill in the opening" if len(holders) > 1:
+            # One has a step more than the others, and dies as rank 0 of the next group.
+            case "kill rank 0 in the opening" if len(holders) > 1:
                 self.order(OPENING)
-                self.join()
+                self.order(HALF, running - 1)
             case "stop" | "stop rank 0":
                 for pid in one:
                     self.stop(pid)
@@ -212,21 +212,13 @@ class Round:
                 self.order(HALF)
             case "step fails everywhere":
                 self.order(HALF, running)
-            # One has a step more than the others, and dies as rank 0.
-            case "tear the take-over" if len(holders) > 1:
-                self.order(TAKE_OVER)
-                self.order(HALF, running - 1)
-        # A worker that is to die somewhere must not be the last one with the newest state.
-        wait_until(lambda: self.over() or not self.ordered(OPENING) + self.ordered(TAKE_OVER), 30)
+        # The worker that is to die must not be the last one with the newest state.
+        wait_until(lambda: self.over() or not [*self.folder.glob(f"{OPENING}@*")], 30)
 
     def order(self, moment: str, number: int = 1) -> None:
         """Order faults at a moment, for as many workers."""
         for _ in range(number):
             (self.folder / f"{moment}@{self.random.random()}").touch()
-
-    def ordered(self, moment: str) -> list[Path]:
-        """Return the orders that no worker has taken yet."""
-        return [*self.folder.glob(f"{moment}@*")]
 
     def check(self, batches: list[list[int]], weights: dict[str, torch.Tensor]) -> Result:
         """Compare the logs and the final weights with those of the plain loop."""

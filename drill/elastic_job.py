@@ -27,7 +27,7 @@ from scripts import elastic  # noqa: E402
 
 VARIABLE = "ELASTIC_DRILL"
 VARIANTS = "plain", "batch_norm", "forked"
-OPENING, TAKE_OVER, HALF = "in-the-opening", "in-the-take-over", "step-fails"
+OPENING, HALF = "rank-0-dies-in-the-opening", "step-fails"
 
 
 def claims(moment: str) -> bool:
@@ -83,24 +83,9 @@ class Logged(elastic.Worker):
 
     def _open_group(self, group: int, rank: int, world: int, port: int) -> None:
         self.write("opens", group, rank, world)
-        if claims(OPENING):
+        if rank == 0 and claims(OPENING):  # before, while or after it sends its state
             threading.Timer(random.random() * 0.03, self.die).start()
-        if rank == 0 and claims(TAKE_OVER):
-            self._die_after_a_broadcast()
         super()._open_group(group, rank, world, port)
-
-    def _die_after_a_broadcast(self) -> None:
-        """Die when a part of the state is on its way, but not all of it."""
-        broadcast, calls = elastic.dist.broadcast, []
-
-        def counted(*args: Any, **kwargs: Any) -> None:
-            broadcast(*args, **kwargs)
-            calls.append(1)
-            if len(calls) == 2:
-                time.sleep(0.1)  # until it has arrived
-                self.die()
-
-        elastic.dist.broadcast = counted
 
     def backward(self, model: nn.Module, rank: int, world: int) -> None:
         self.share = rank, world

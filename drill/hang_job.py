@@ -20,16 +20,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.multiprocessing as mp
 from torch import nn
-from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from ddp_ref import Handler, initialize_ddp, on_rank, reduce_sum, run_ranks
-
-
-class Layer(nn.Linear):
-    def forward(self, x: torch.Tensor, skip_bias: bool = False) -> torch.Tensor:
-        return linear(x, self.weight, None if skip_bias else self.bias)
 
 
 def hang(case: str) -> None:
@@ -41,9 +35,6 @@ def hang(case: str) -> None:
             done = False
             while not done:
                 pass
-        case "polling_loop":
-            while not Path("never_written").exists():
-                time.sleep(0.05)
         case "stopped_process":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "stuck_in_kernel":
@@ -69,7 +60,7 @@ class Items(IterableDataset[int]):
             yield 0
 
 
-def disagree(case: str, odd: bool, step: Callable[..., None]) -> None:
+def disagree(case: str, odd: bool, step: Callable[[], None]) -> None:
     """Do what all ranks do if the odd rank takes another way."""
     match case:
         case "other_branch":
@@ -84,8 +75,6 @@ def disagree(case: str, odd: bool, step: Callable[..., None]) -> None:
                     if odd and number == 1:
                         raise ValueError("a bad batch")
                     step()
-        case "unused_parameters":
-            step(skip_bias=odd)
         case _:
             return
     dist.barrier()
@@ -131,8 +120,8 @@ def be_slow(case: str, odd: bool, number: int, batches: Iterator[int]) -> None:
     """Do what all ranks do before each step of a healthy job."""
     if case == "on_rank_work":
         on_rank(0)(time.sleep)(1)
-    elif case in ("checkpoint", "barriers"):
-        time.sleep(1 if odd and case == "checkpoint" else 0)
+    elif case == "checkpoint":
+        time.sleep(odd)
         dist.barrier()
     elif case == "slow_loader" and odd:
         next(batches)
@@ -141,7 +130,7 @@ def be_slow(case: str, odd: bool, number: int, batches: Iterator[int]) -> None:
         while time.monotonic() < end:
             add_up(randrange(100))
     elif odd and not (case == "short_validation" and number % 3):
-        time.sleep({"short_pause": 0.05, "straggler": 1, "short_validation": 2}.get(case, 0))
+        time.sleep({"straggler": 1, "short_validation": 2}.get(case, 0))
 
 
 def add_up(depth: int) -> int:
@@ -158,13 +147,13 @@ def run_rank(number: int, case: str, size: int, odd_rank: int) -> None:
         arrive(rank)
         time.sleep(3 if odd else 0)
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    model = DDP(Layer(8, 8))
+    model = DDP(nn.Linear(8, 8))
     slow = odd and case == "slow_loader"
     batches: Iterator[int] = iter(DataLoader(Items(case), num_workers=1) if slow else [])
 
-    def step(skip_bias: bool = False) -> None:
+    def step() -> None:
         with model.no_sync() if case == "accumulation" and done % 4 else nullcontext():
-            model(torch.ones(1, 8), skip_bias).sum().backward()
+            model(torch.ones(1, 8)).sum().backward()
 
     for done in range(sys.maxsize):
         if done == 3:

@@ -1,6 +1,6 @@
 """Train scripts/char_gpt.py for an hour with a fault about every two minutes, on two ranks.
 
-.venv/bin/python drill/soak.py --seed 1 [--epochs 420] [--markdown docs/evidence.md]
+.venv/bin/python drill/soak.py --seed 1 [--epochs 420]
 
 There are two runs: one without a fault, and one in which a random fault ends the job again and
 again. Each time, the soak starts it again with the same flags, under torchrun and with --nproc in
@@ -30,13 +30,11 @@ sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness, page and
 from harness import SCRIPTS, Running, torchrun, wait_until  # noqa: E402
 from judge import Wrong, check_equal, check_kept, check_no_crash, intact_checkpoints  # noqa: E402
 from launchers import CHECKPOINTS  # noqa: E402
-from page import machine, put_between, require_marks  # noqa: E402
-from report import count  # noqa: E402
-from tables import grid  # noqa: E402
+from page import machine  # noqa: E402
+from tables import count, grid  # noqa: E402
 
 from ddp_ref import checkpoint  # noqa: E402
 
-MARKS = "<!-- begin of what the soak has written -->", "<!-- end of the soak -->"
 FAULT_FREE, WITH_FAULTS = "fault-free", "with-faults"  # the runs, and their folders
 LAUNCHERS = "torchrun", "--nproc"
 FAULTS = "SIGKILL to a rank", "SIGKILL to all ranks", "SIGTERM to the launcher", "Ctrl-C"
@@ -67,9 +65,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=420, help="of each run (420, an hour)")
     parser.add_argument("--every", type=float, default=120, help="seconds between faults (120)")
     parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from (0)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the summary there too")
     args = parser.parse_args()
-    require_marks(parser, args.markdown, MARKS)
     # A shell's background job ignores Ctrl-C, and the soak's job would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left
@@ -85,10 +81,7 @@ def main() -> None:
     due = {"epoch": args.epochs, "step": expected["step"], "history": expected["history"]}
     if wrong := [name for name, value in due.items() if end[name] != value]:
         raise Wrong(f"not those of the fault-free run: {', '.join(wrong)}")
-    text = report(args, runs, end["step"])
-    print(f"\n{text}")
-    if args.markdown:
-        put_between(args.markdown, *MARKS, text)
+    print(f"\n{report(args, runs, end['step'])}")
 
 
 def run_all(args: Namespace, folder: Path, every: float) -> list[Attempt]:

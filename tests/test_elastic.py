@@ -31,7 +31,7 @@ ROUNDS = {
     # A forked child has copies of its worker's sockets, so the dead worker's neighbours learn of
     # its death from the coordinator alone.
     "kill": ("forked", ["kill", "kill rank 0", "join"]),
-    "at a moment": ("plain", ["kill in the opening", "tear the take-over", "step fails"]),
+    "at a moment": ("plain", ["kill rank 0 in the opening", "step fails"]),
     "batch_norm": ("batch_norm", ["kill all but one", "step fails everywhere"]),
     "frozen": ("plain", ["stop rank 0", "kill the coordinator", "join"]),
 }
