@@ -14,7 +14,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from unittest.mock import patch
 
-from page import machine, require_marks, warn_if_busy
+from page import machine, require_marks
 from tables import PACKAGES, markdown, marks, write_section
 
 NAMES = "steps", "gathers", "saves", "waits", "finale"
@@ -30,7 +30,6 @@ def main() -> None:
     args = parser.parse_args()
     require_marks(parser, args.markdown, *map(marks, args.names))
     print(f"on {machine(PACKAGES)}")
-    warn_if_busy()
     for name in args.names:
         benchmark = importlib.import_module(name)
         about = (benchmark.__doc__ or "").strip()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import AGAIN, compare, side_by_side, together
+from side_by_side import AGAIN, Times, compare, side_by_side, together
 from tables import Table, goal
 from torch import Tensor
 
@@ -32,7 +32,7 @@ def measure(rounds: int) -> list[Table]:
     return [Table("the gather of predict", rows, [reached])]
 
 
-def times_on_rank(rounds: int) -> dict[str, list[float]]:
+def times_on_rank(rounds: int) -> Times:
     from accelerate import Accelerator
 
     info, accelerator = initialize_ddp(), Accelerator(cpu=True)

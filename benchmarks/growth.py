@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from page import BUILD, ROOT, machine, warn_if_busy
+from page import BUILD, ROOT, machine
 from tables import duration, grid
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -58,7 +58,6 @@ def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers, ascending")
     args = parser.parse_args()
-    warn_if_busy()
     worlds = {}
     for ranks in args.ranks:
         worlds[ranks] = measure(ranks)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"  # on the disk; /tmp may be in memory
-BUSY = 0.3  # the load, averaged over a minute, above which other programs disturb a measurement
 
 
 def put_between(page: Path, begin: str, end: str, text: str) -> None:
@@ -40,12 +39,6 @@ def require_marks(parser: ArgumentParser, page: Path | None, *pairs: tuple[str, 
             around_marks(page, begin, end)
     except (OSError, ValueError) as error:
         parser.error(f"cannot write the results into {page}: {error}")
-
-
-def warn_if_busy() -> None:
-    """Print a warning if other programs use the CPU, or did so in the last minute."""
-    if (load := os.getloadavg()[0]) > BUSY:
-        print(f"warning: other programs use the CPU (load {load:.1f}), so the numbers may be wrong")
 
 
 def machine(packages: Sequence[str]) -> str:

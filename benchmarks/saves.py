@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from page import BUILD
-from side_by_side import AGAIN, compare, side_by_side, together
+from side_by_side import AGAIN, Times, compare, side_by_side, together
 from tables import Table, goal
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -37,7 +37,7 @@ def measure(rounds: int) -> list[Table]:
     return [Table("a checkpoint", rows, [reached])]
 
 
-def times_on_rank(folder: Path, rounds: int) -> dict[str, list[float]]:
+def times_on_rank(folder: Path, rounds: int) -> Times:
     info = initialize_ddp()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
