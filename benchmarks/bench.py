@@ -14,8 +14,8 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from unittest.mock import patch
 
-from page import machine, require_marks
-from tables import PACKAGES, markdown, marks, write_section
+from page import machine, put_between, require_marks
+from tables import PACKAGES, markdown, marks
 
 NAMES = "steps", "gathers", "saves", "waits", "finale"
 ON_GPUS = "gpu"  # only if named: make gpu-report
@@ -37,10 +37,11 @@ def main() -> None:
         rounds = args.rounds or benchmark.ROUNDS
         hidden = {} if name == ON_GPUS else {"CUDA_VISIBLE_DEVICES": ""}  # so figures compare
         with patch.dict(os.environ, hidden):
-            tables = benchmark.measure(rounds)
-        print("\n\n".join(map(markdown, tables)), flush=True)
+            tables = [*map(markdown, benchmark.measure(rounds))]
+        print(*tables, sep="\n\n", flush=True)
         if args.markdown:
-            write_section(args.markdown, name, about, tables, rounds)
+            where = f"`bench.py {name} --rounds={rounds}` on {machine(PACKAGES)}."
+            put_between(args.markdown, *marks(name), "\n\n".join([about, *tables, where]))
 
 
 if __name__ == "__main__":

@@ -82,13 +82,17 @@ def main() -> int:
 def run(part: Part) -> tuple[str, int]:
     """Run one part; return its output as Markdown, and its exit code."""
     start = time.monotonic()
+    every = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or every).split(",")[: part.most_gpus]
+    folders = [ROOT / "src", ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(map(str, folders))
     # Some parts write files. The output goes to one too: a rank that outlives its part would keep
     # a pipe open.
     with TemporaryDirectory() as folder, Path(folder, "output").open("w+") as file:
         process = subprocess.Popen(
             [sys.executable, *part.arguments],
             cwd=folder,
-            env=environment(part.most_gpus),
+            env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
@@ -110,14 +114,6 @@ def run(part: Part) -> tuple[str, int]:
     if failed or not shown:
         shown = [f"    {line}" for line in lines[-(SHOWN_OF_A_FAILURE if failed else 1) :]]
     return "\n".join([f"{time.monotonic() - start:.0f} s, {result}.", "", *shown]), int(failed)
-
-
-def environment(most_gpus: int | None) -> dict[str, str]:
-    every = ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or every).split(",")[:most_gpus]
-    folders = [ROOT / "src", ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(map(str, folders))
-    return os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
 def machine() -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_by_side import AGAIN, Row, Times, compare
+from side_by_side import AGAIN, Times, compare
 from tables import Table, duration, goal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -79,13 +79,12 @@ def overhead(times: Times, base: str, limit: float, part: int = 1) -> str:
 def added_time(times: Times, base: str, names: Sequence[str], part: int = 1) -> str:
     """Return the time that each loop adds to the loop `base`, with its interval."""
     first, *rows = compare({name: times[name] for name in (base, *names)}, part)
-    return "; ".join(f"{row.name} {_added(first.seconds, row)}" for row in rows)
-
-
-def _added(seconds: float, row: Row) -> str:
-    times = [(ratio - 1) * seconds for ratio in (row.ratio, row.low, row.high)]
-    added, low, high = (f"{'-' if each < 0 else '+'}{duration(abs(each))}" for each in times)
-    return f"{added} ({low} to {high})"
+    texts = []
+    for row in rows:
+        seconds = [(ratio - 1) * first.seconds for ratio in (row.ratio, row.low, row.high)]
+        added, low, high = (f"{'-' if each < 0 else '+'}{duration(abs(each))}" for each in seconds)
+        texts.append(f"{row.name} {added} ({low} to {high})")
+    return "; ".join(texts)
 
 
 def make_model(width: int) -> nn.Module:

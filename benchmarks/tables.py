@@ -3,9 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from page import machine, put_between
 from side_by_side import Row, noise
 
 PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are printed
@@ -57,12 +55,6 @@ def duration(seconds: float, digits: int = 3) -> str:
     rounds_to_1 = 1 - 0.5 / 10**digits  # 0.9996 ms is written as 1 ms, not as 1000 µs
     unit, factor = next((u, f) for u, f in UNITS.items() if seconds >= rounds_to_1 * f or u == "µs")
     return f"{float(f'{seconds / factor:.{digits}g}'):g} {unit}"
-
-
-def write_section(page: Path, name: str, about: str, tables: Sequence[Table], rounds: int) -> None:
-    """Put the results of benchmark `name` between its marks in `page`."""
-    where = f"`bench.py {name} --rounds={rounds}` on {machine(PACKAGES)}."
-    put_between(page, *marks(name), "\n\n".join([about, *map(markdown, tables), where]))
 
 
 def marks(name: str) -> tuple[str, str]:

@@ -47,6 +47,7 @@ STEPS = 500  # of a round
 LIMIT = 120  # seconds for a round
 # The most seconds from a death to the next step: TIMEOUT + 2, and if no worker is frozen.
 BOUND, BOUND_ALONE = 12.0, 5.0
+Weights = dict[str, torch.Tensor]
 Times = dict[str, list[float]]  # seconds from a death to the next step, by the kind of death
 
 
@@ -220,7 +221,7 @@ class Round:
         for _ in range(number):
             (self.folder / f"{moment}@{self.random.random()}").touch()
 
-    def check(self, batches: list[list[int]], weights: dict[str, torch.Tensor]) -> Result:
+    def check(self, batches: list[list[int]], weights: Weights) -> tuple[list[str], Times]:
         """Compare the logs and the final weights with those of the plain loop."""
         records = self.records()
         wrong = check_steps(records, batches)
@@ -241,7 +242,7 @@ class Round:
             late = max(seconds)
             if late > (BOUND_ALONE if kind == "alone" else BOUND):
                 wrong.append(f"{late:.2f} s from a death ({kind}) to the next step")
-        return Result([], wrong, times)
+        return wrong, times
 
 
 def check_steps(records: Sequence[Record], batches: list[list[int]]) -> list[str]:
@@ -286,7 +287,7 @@ def times_to_go_on(records: Sequence[Record], deaths: Sequence[tuple[float, int,
     return times
 
 
-def train_plainly(steps: int) -> tuple[list[list[int]], dict[str, Any]]:
+def train_plainly(steps: int) -> tuple[list[list[int]], Weights]:
     """Train without DDP and without elastic.py. Return the batches and the weights, in float64."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -314,7 +315,7 @@ def train_plainly(steps: int) -> tuple[list[list[int]], dict[str, Any]]:
 
 def run_round(
     seed: int,
-    plain: tuple[list[list[int]], dict[str, Any]],
+    plain: tuple[list[list[int]], Weights],
     variant: str,
     faults: Sequence[str] = FAULTS,
     pace: float = 0.01,
@@ -326,16 +327,12 @@ def run_round(
         except AssertionError as error:
             return Result([], [str(error)], {})
         finally:
-            reap_strays()
-        return this.check(*plain)._replace(faults=happened)
-
-
-def reap_strays() -> None:
-    """Reap what a worker has left that died while another one was forked (see warm_start.py)."""
-    for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess, ChildProcessError):
-            if child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
+            # Reap what a worker has left that died while another one was forked (warm_start.py).
+            for child in psutil.Process().children():
+                with suppress(psutil.NoSuchProcess, ChildProcessError):
+                    if child.status() == psutil.STATUS_ZOMBIE:
+                        os.waitpid(child.pid, os.WNOHANG)
+        return Result(happened, *this.check(*plain))
 
 
 def main() -> None:

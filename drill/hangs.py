@@ -126,9 +126,9 @@ def plan(repeats: int) -> list[Round]:
 def run_round(round_: Round, folder: Path) -> Result:
     (folder / "dumps").mkdir(parents=True)
     os.mkfifo(folder / "pipe")
-    job: list[str | Path] = [JOB, *map(str, round_)]
+    script: list[str | Path] = [JOB, *map(str, round_)]
     by_torchrun = round_.launcher == "torchrun"
-    command = torchrun(round_.size, *job) if by_torchrun else [sys.executable, *job]
+    command = torchrun(round_.size, *script) if by_torchrun else [sys.executable, *script]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env["TORCH_FR_BUFFER_SIZE"] = "2000"
     try:
@@ -143,7 +143,9 @@ def run_round(round_: Round, folder: Path) -> Result:
             wait_until(arrived, 180)
             time.sleep(1)
             output = find_hang(folder)
-            live = judge(round_, blocks_of(running, output))
+            pids = [f"process {process.pid})" for process in running.processes()]
+            jobs = re.split(r"^(?=\S)", output, flags=re.MULTILINE)  # perhaps not only ours
+            live = judge(round_, "".join(job for job in jobs if any(pid in job for pid in pids)))
             if round_.case in HEALTHY:
                 return Result(round_, live, "", output)
             (folder / "dump_now").touch()
@@ -161,13 +163,6 @@ def find_hang(folder: Path, *paths: str) -> str:
     output = ended.stdout + ended.stderr
     assert ended.code == (0 if "\n  verdict:" in output else 1), f"{ended.code}\n{output}"
     return output
-
-
-def blocks_of(job: Running, output: str) -> str:
-    """Return what find_hang.py says about processes of this job."""
-    pids = [f"process {process.pid})" for process in job.processes()]
-    blocks = re.split(r"^(?=\S)", output, flags=re.MULTILINE)
-    return "".join(each for each in blocks if any(pid in each for pid in pids))
 
 
 def judge_dumps(round_: Round, output: str) -> str:
