@@ -40,7 +40,7 @@ from ddp_ref import (
 )
 
 sys.path.append(str(ROOT / "tests"))
-from harness import free_port  # noqa: E402
+from harness import free_port
 
 RANKS = 2, 16, 64
 PREDICTED = 1_000

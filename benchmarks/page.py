@@ -35,8 +35,9 @@ def require_marks(parser: ArgumentParser, page: Path | None, *pairs: tuple[str, 
     Call it before the work begins, which may take hours.
     """
     try:
-        for begin, end in pairs if page else ():
-            around_marks(page, begin, end)
+        for begin, end in pairs:
+            if page:
+                around_marks(page, begin, end)
     except (OSError, ValueError) as error:
         parser.error(f"cannot write the results into {page}: {error}")
 

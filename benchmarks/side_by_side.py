@@ -58,8 +58,8 @@ def together(work: Callable[[], object]) -> Callable[[], float]:
 def side_by_side(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
     """Return the seconds of each variant, by round; a round calls all of them, in a random order.
 
-    The first round is not counted. A disturbance that lasts longer than a round slows all variants alike. The order is the same on
-    all ranks.
+    A disturbance that lasts longer than a round slows all variants alike. The order is the same on
+    all ranks. The first round is not counted.
     """
     order = Random(0)
     times: Times = {name: [] for name in variants}
