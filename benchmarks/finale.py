@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from page import ROOT
-from side_by_side import AGAIN, compare
+from side_by_side import AGAIN, Times, compare
 from steps import BACKENDS, OURS, RAW, loader_at_once, time_loops
 from tables import Table
 from torch import nn
@@ -43,7 +43,7 @@ def measure(rounds: int) -> list[Table]:
 
 def times_on_rank(
     size: Size, rounds: int, device: str = "cpu", check: bool = True, seed: int = 0
-) -> dict[str, list[float]]:
+) -> Times:
     """Return the seconds of a step, by loop and round; with `check`, raise if weights differ."""
     ranks = initialize_ddp(backend=BACKENDS[device], use_distributed=True).world_size
     generator = torch.Generator().manual_seed(0)

@@ -47,7 +47,8 @@ def measure(rounds: int) -> list[Table]:
         notes = [added(times), card]
         tables.append(Table(f"a step of five layers, {title}", compare(times), notes))
         tables.append(gpt(SMALL, part, ranks, f"char_gpt.py, {title}"))
-    size = size_for(memory)
+    rows = min(GPT2.batch, (memory - FIXED_MEMORY) // MEMORY_PER_ROW)
+    size = GPT2._replace(batch=rows) if rows >= 8 else TINY
     name = "a tiny GPT" if size == TINY else "GPT-2's size"
     # Fewer rounds, because a step takes 30 times as long as a small one.
     return [*tables, gpt(size, rounds // 10 or 1, 1, f"{name}, 1 GPU")]
@@ -75,14 +76,6 @@ def check_on_rank() -> None:
     steps.times_on_rank(WIDTH, 1, "cuda")
     finale.times_on_rank(SMALL, 1, "cuda")
     assert torch.are_deterministic_algorithms_enabled(), "a library has turned them off"
-
-
-def size_for(memory: int) -> Size:
-    """Return the largest size that fits into that many bytes."""
-    for batch in (32, 16, 8):
-        if FIXED_MEMORY + batch * MEMORY_PER_ROW <= memory:
-            return GPT2._replace(batch=batch)
-    return TINY
 
 
 def gpt(size: Size, rounds: int, ranks: int, title: str) -> Table:

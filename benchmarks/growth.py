@@ -1,17 +1,17 @@
 """How the cost of each operation grows with the number of ranks.
 
 python benchmarks/growth.py                                   2 to 64 ranks, on the terminal
-python benchmarks/growth.py --ranks 2 8 --markdown docs/benchmarks.md
+python benchmarks/growth.py --ranks 2 8
 
 All ranks run on this machine and share its cores. On a cluster each rank has cores of its own, so
 this measures the CPU time of the busiest rank, and the sockets of the rank that has the most.
 """
 
-import argparse
 import math
 import os
-import socket
-from collections.abc import Callable, Sequence
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from page import BUILD, machine, put_between, require_marks, warn_if_busy
+from page import BUILD, ROOT, machine
 from tables import duration, grid
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -39,6 +39,9 @@ from ddp_ref import (
     run_ranks,
 )
 
+sys.path.append(str(ROOT / "tests"))
+from harness import free_port
+
 RANKS = 2, 16, 64
 PREDICTED = 1_000
 ROUNDS, CALLS = 5, 10
@@ -48,27 +51,18 @@ WIDTH = 2048  # of a linear layer: a checkpoint of 16 MiB
 OPEN = "open the group and call on_rank"
 LAZY = f"{OPEN}, TORCH_GLOO_LAZY_INIT=1"
 SOCKETS = "sockets"
-MARKS = "<!-- begin of what growth.py has written -->", "<!-- end -->"
 Costs = dict[str, float]  # by name: seconds of CPU time, the median of the rounds; or sockets
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers, ascending")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there too")
     args = parser.parse_args()
-    require_marks(parser, args.markdown, MARKS)
-    warn_if_busy()
     worlds = {}
     for ranks in args.ranks:
         worlds[ranks] = measure(ranks)
         print(f"{ranks} ranks: done", flush=True)
-    print(f"\n{table(worlds)}")
-    if args.markdown:
-        about = f"`benchmarks/growth.py` on {machine(['torch'])}."
-        put_between(args.markdown, *MARKS, f"{table(worlds)}\n\n{about}")
+    print(f"\non {machine(['torch'])}\n\n{table(worlds)}")
 
 
 def measure(ranks: int) -> Costs:
@@ -81,11 +75,6 @@ def measure(ranks: int) -> Costs:
         with patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": lazy}):
             most[name] = max(run_ranks(cost_of_opening, nproc=ranks))
     return most | {name: max(own[name] for own in every) for name in every[0]}
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        return server.getsockname()[1]
 
 
 def costs_on_rank(folder: str, port: int) -> Costs:
@@ -161,26 +150,19 @@ def table(worlds: dict[int, Costs]) -> str:
     """Return in Markdown what the busiest rank does, measured and predicted."""
     head = [*(f"{ranks} ranks" for ranks in worlds), "exponent", f"{PREDICTED:,} ranks"]
     rows = [["CPU time of the busiest rank", *head]]
-    for name in next(iter(worlds.values())):
+    *_, before, last = worlds
+    for name in worlds[last]:
         values = [costs[name] for costs in worlds.values()]
-        last = max(worlds)
+        # The power of the number of ranks with which the last two values grow: 1 is linear.
+        exponent = math.log(values[-1] / values[-2], last / before)
         # Opening the group grows with the square of the number of ranks, and all else linearly.
         later = values[-1] * (PREDICTED / last) ** (2 if name == OPEN else 1)
         if name == SOCKETS:  # rank 0 has 3 N + 2
-            later = 3 * PREDICTED + 2
-        cells = [shown(name, value) for value in values]
-        cells += [exponent(list(worlds), values), shown(name, later, digits=2)]
-        rows.append([name, *cells])
+            cells = [f"{value:,.0f}" for value in (*values, 3 * PREDICTED + 2)]
+        else:
+            cells = [*map(duration, values), duration(later, digits=2)]
+        rows.append([name, *cells[:-1], f"{exponent:.1f}", cells[-1]])
     return grid(rows)
-
-
-def shown(name: str, value: float, digits: int = 3) -> str:
-    return f"{value:,.0f}" if name == SOCKETS else duration(value, digits)
-
-
-def exponent(ranks: Sequence[int], values: Sequence[float]) -> str:
-    """Return the power of the number of ranks with which the last two values grow: 1 is linear."""
-    return f"{math.log(values[-1] / values[-2], ranks[-1] / ranks[-2]):.1f}"
 
 
 if __name__ == "__main__":

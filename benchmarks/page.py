@@ -1,9 +1,9 @@
 """A page of which a program writes a part, between two marks; and what it was measured on."""
 
-import argparse
 import os
 import platform
 import re
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import date
@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"  # on the disk; /tmp may be in memory
-BUSY = 0.3  # the load, averaged over a minute, above which other programs disturb a measurement
 
 
 def put_between(page: Path, begin: str, end: str, text: str) -> None:
@@ -30,41 +29,28 @@ def around_marks(page: Path, begin: str, end: str) -> tuple[str, str]:
     return head + begin, end + tail
 
 
-def require_marks(
-    parser: argparse.ArgumentParser, page: Path | None, *pairs: tuple[str, str]
-) -> None:
-    """Exit with the parser's error if the page lacks a pair of lines, or cannot be written.
+def require_marks(parser: ArgumentParser, page: Path | None, *pairs: tuple[str, str]) -> None:
+    """Exit with the parser's error if the page lacks a pair of lines.
 
     Call it before the work begins, which may take hours.
     """
-    if page is None:
-        return
     try:
-        page.open("r+").close()
         for begin, end in pairs:
-            around_marks(page, begin, end)
+            if page:
+                around_marks(page, begin, end)
     except (OSError, ValueError) as error:
         parser.error(f"cannot write the results into {page}: {error}")
-
-
-def warn_if_busy() -> None:
-    """Print a warning if other programs use the CPU, or did so in the last minute."""
-    if (load := os.getloadavg()[0]) > BUSY:
-        print(f"warning: other programs use the CPU (load {load:.1f}), so the numbers may be wrong")
 
 
 def machine(packages: Sequence[str]) -> str:
     """Return the machine, today's date, and the versions of the installed `packages`."""
     from ddp_ref.launch import available_cores  # mp.spawn's processes load this module
 
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text() if cpuinfo.exists() else ""
-    processor = re.search(r"^model name\s*: (.+)", lines, re.MULTILINE)
-    name = processor[1].strip() if processor else platform.processor()
+    processor = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    parts = [f"{platform.system()} {platform.machine()}", name or "an unknown processor"]
+    parts = [f"{platform.system()} {platform.machine()}", processor[1] if processor else "?"]
     parts += [f"{available_cores()} cores", f"{memory:.0f} GiB"]
-    parts += [f"Python {platform.python_version()}"]
+    parts.append(f"Python {platform.python_version()}")
     for package in packages:
         with suppress(PackageNotFoundError):
             parts.append(f"{package} {version(package)}")

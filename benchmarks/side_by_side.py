@@ -13,6 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 AGAIN = ", again"  # ends the name of the A/A control
+Times = dict[str, list[float]]  # seconds of each variant, by round
 RESAMPLES = 10_000
 CUT = 0.1  # of the rounds, at either end
 
@@ -54,25 +55,21 @@ def together(work: Callable[[], object]) -> Callable[[], float]:
     return variant
 
 
-def side_by_side(
-    variants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1
-) -> dict[str, list[float]]:
+def side_by_side(variants: Mapping[str, Callable[[], float]], rounds: int) -> Times:
     """Return the seconds of each variant, by round; a round calls all of them, in a random order.
 
     A disturbance that lasts longer than a round slows all variants alike. The order is the same on
-    all ranks.
+    all ranks. The first round is not counted.
     """
     order = Random(0)
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(warm_up + rounds):
+    times: Times = {name: [] for name in variants}
+    for _ in range(1 + rounds):
         for name in order.sample(list(variants), len(variants)):
-            seconds = variants[name]()
-            if number >= warm_up:
-                times[name].append(seconds)
-    return times
+            times[name].append(variants[name]())
+    return {name: seconds[1:] for name, seconds in times.items()}
 
 
-def compare(times: Mapping[str, list[float]], block: int = 1) -> list[Row]:
+def compare(times: Times, block: int = 1) -> list[Row]:
     """Return a row for each variant, compared with the first.
 
     Every `block` consecutive rounds come from the same launch. They share effects such as the
@@ -100,12 +97,6 @@ def middle(values: np.ndarray, block: int = 1) -> tuple[float, float, float]:
     interval = np.percentile(middles, [2.5, 97.5])
     center, low, high = np.exp([trim_mean(blocks, CUT, None), *interval]).tolist()
     return center, low, high
-
-
-def find(rows: Sequence[Row], name: str) -> Row:
-    """Return the row of that name."""
-    (row,) = [row for row in rows if row.name == name]
-    return row
 
 
 def noise(rows: Sequence[Row]) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from side_by_side import AGAIN, Row, compare
+from side_by_side import AGAIN, Times, compare
 from tables import Table, duration, goal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -34,8 +34,8 @@ from ddp_ref import Handler, initialize_ddp
 ROUNDS, LAUNCHES = 240, 24
 BATCH, FEATURES, CLASSES = 32, 64, 10
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-Times = Mapping[str, list[float]]
 Loop = Callable[[nn.Module, Any, Tick], None]
+LoaderOf = Callable[[Any], DataLoader[Any]]
 WIDTHS = {"a small step (five layers, 64 wide)": 64, "a larger step (five layers, 384 wide)": 384}
 RAW, AT_ONCE, OURS = "raw DDP", "raw DDP, batches looked up at once", "Handler"
 FABRIC, FABRIC_AT_ONCE = "Lightning Fabric", "Lightning Fabric, batches looked up at once"
@@ -79,13 +79,12 @@ def overhead(times: Times, base: str, limit: float, part: int = 1) -> str:
 def added_time(times: Times, base: str, names: Sequence[str], part: int = 1) -> str:
     """Return the time that each loop adds to the loop `base`, with its interval."""
     first, *rows = compare({name: times[name] for name in (base, *names)}, part)
-    return "; ".join(f"{row.name} {_added(first.seconds, row)}" for row in rows)
-
-
-def _added(seconds: float, row: Row) -> str:
-    times = [(ratio - 1) * seconds for ratio in (row.ratio, row.low, row.high)]
-    added, low, high = (f"{'-' if each < 0 else '+'}{duration(abs(each))}" for each in times)
-    return f"{added} ({low} to {high})"
+    texts = []
+    for row in rows:
+        seconds = [(ratio - 1) * first.seconds for ratio in (row.ratio, row.low, row.high)]
+        added, low, high = (f"{'-' if each < 0 else '+'}{duration(abs(each))}" for each in seconds)
+        texts.append(f"{row.name} {added} ({low} to {high})")
+    return "; ".join(texts)
 
 
 def make_model(width: int) -> nn.Module:
@@ -137,12 +136,7 @@ def loader_at_once(data: Dataset[Any], batch: int = BATCH) -> DataLoader[Any]:
 # The loops. The peers train on the CPU only.
 
 
-def raw(
-    model: nn.Module,
-    data: Dataset[Any],
-    tick: Tick,
-    loader_of: Callable[[Dataset[Any]], DataLoader[Any]] = usual_loader,
-) -> None:
+def raw(model: nn.Module, data: Any, tick: Tick, loader_of: LoaderOf = usual_loader) -> None:
     device = next(model.parameters()).device
     replica, optimizer = DDP(model), make_optimizer(model)
     for inputs, targets in loader_of(data):
@@ -180,12 +174,7 @@ def accelerate(model: nn.Module, data: Dataset[Any], tick: Tick) -> None:
         tick()
 
 
-def fabric(
-    model: nn.Module,
-    data: Dataset[Any],
-    tick: Tick,
-    loader_of: Callable[[Dataset[Any]], DataLoader[Any]] = usual_loader,
-) -> None:
+def fabric(model: nn.Module, data: Any, tick: Tick, loader_of: LoaderOf = usual_loader) -> None:
     from lightning.fabric import Fabric
 
     made = Fabric(accelerator="cpu", strategy="ddp", devices=dist.get_world_size())
@@ -263,7 +252,7 @@ def times_on_rank(
     seed: int = 0,
     kind: type[Any] = TensorDataset,
     names: Sequence[str] = (),
-) -> dict[str, list[float]]:
+) -> Times:
     """Return the seconds of a step, by loop and round; with `check`, raise if weights differ.
 
     `kind` is the class of the data set. `names` are those of the loops to time, or all.
@@ -273,7 +262,7 @@ def times_on_rank(
     warnings.simplefilter("ignore")  # about the number of the loader's workers
     data = make_data(steps_of(rounds), ranks, kind)
     loops = OWN_LOOPS | (PEERS if device == "cpu" else {})
-    loops = {name: loops[name.removesuffix(AGAIN)] for name in names or loops}
+    loops = {name: loops[name] for name in names or loops}
     return time_loops(loops, lambda: make_model(width).to(device), data, rounds, seed, check)
 
 
@@ -284,7 +273,7 @@ def time_loops(
     rounds: int,
     seed: int,
     check: bool,
-) -> dict[str, list[float]]:
+) -> Times:
     """Let the loops take turns, each with a model of its own; return seconds by loop and round.
 
     `seed` draws the order in which the models are made, and that of the turns. With `check`, raise

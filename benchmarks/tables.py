@@ -1,10 +1,9 @@
 """How the results of a benchmark are shown: tables and notes, in Markdown."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from page import machine, put_between
 from side_by_side import Row, noise
 
 PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are printed
@@ -42,6 +41,10 @@ def grid(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def count(names: Iterable[str]) -> str:
+    return ", ".join(f"{number} {name}" for name, number in sorted(Counter(names).items()))
+
+
 def number(ratio: float) -> str:
     """Return a ratio with as many digits as are meaningful."""
     return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.3f}"
@@ -52,12 +55,6 @@ def duration(seconds: float, digits: int = 3) -> str:
     rounds_to_1 = 1 - 0.5 / 10**digits  # 0.9996 ms is written as 1 ms, not as 1000 µs
     unit, factor = next((u, f) for u, f in UNITS.items() if seconds >= rounds_to_1 * f or u == "µs")
     return f"{float(f'{seconds / factor:.{digits}g}'):g} {unit}"
-
-
-def write_section(page: Path, name: str, about: str, tables: Sequence[Table], rounds: int) -> None:
-    """Put the results of benchmark `name` between its marks in `page`."""
-    where = f"`bench.py {name} --rounds={rounds}` on {machine(PACKAGES)}."
-    put_between(page, *marks(name), "\n\n".join([about, *map(markdown, tables), where]))
 
 
 def marks(name: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from side_by_side import Times
 
 from ddp_ref import Callback, run_ranks
 
@@ -41,26 +42,22 @@ def steps_of(rounds: int) -> int:
 
 
 def in_launches(
-    work: Callable[..., dict[str, list[float]]],
-    *args: Any,
-    rounds: int,
-    launches: int,
-    nproc: int = 2,
-) -> tuple[dict[str, list[float]], int]:
+    work: Callable[..., Times], *args: Any, rounds: int, launches: int
+) -> tuple[Times, int]:
     """Start the ranks `launches` times; return the seconds by loop, and the rounds per launch.
 
     `work` gets `args`, the rounds of a launch and a `seed`, which differs from launch to launch.
     """
     launches = min(launches, rounds)
     part = -(-rounds // launches)
-    times: dict[str, list[float]] = {}
+    times: Times = {}
     for seed in range(launches):
-        for name, seconds in run_ranks(work, *args, part, seed=seed, nproc=nproc)[0].items():
+        for name, seconds in run_ranks(work, *args, part, seed=seed)[0].items():
             times.setdefault(name, []).extend(seconds)
     return times, part
 
 
-def take_turns(loops: Mapping[str, Training], rounds: int, seed: int) -> dict[str, list[float]]:
+def take_turns(loops: Mapping[str, Training], rounds: int, seed: int) -> Times:
     """Return the seconds of a step of each loop, by round; a round has a turn of each.
 
     Each loop runs in a thread of its own; `seed` draws their order. After each of its turns, its
@@ -70,7 +67,7 @@ def take_turns(loops: Mapping[str, Training], rounds: int, seed: int) -> dict[st
     order = [draw.sample(list(loops), len(loops)) for _ in range(WARM_UP + rounds)]
     turns = chain(*order)
     batons = {name: Semaphore(0) for name in loops}
-    times: dict[str, list[float]] = {name: [] for name in loops}
+    times: Times = {name: [] for name in loops}
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def pass_on() -> None:

@@ -4,7 +4,7 @@ Rank 0 runs a function that does nothing while the other rank waits in the barri
 """
 
 import torch.distributed as dist
-from side_by_side import AGAIN, compare, side_by_side, timed
+from side_by_side import AGAIN, Times, compare, side_by_side, timed
 from tables import Table
 
 from ddp_ref import initialize_ddp, on_rank, run_ranks
@@ -17,7 +17,7 @@ def measure(rounds: int) -> list[Table]:
     return [Table("a call", compare(run_ranks(times_on_rank, rounds)[0]))]
 
 
-def times_on_rank(rounds: int) -> dict[str, list[float]]:
+def times_on_rank(rounds: int) -> Times:
     info = initialize_ddp()
 
     def nothing() -> int:

@@ -9,58 +9,46 @@ command must then resume from the newest intact checkpoint. At the end, the weig
 of a run without a fault, bit for bit.
 """
 
-import argparse
 import signal
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from itertools import count as count_from
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness, page and tables
+sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness, tables
 
 from faults import small_disk  # noqa: E402
 from launchers import slurm_host  # noqa: E402
-from page import machine, put_between, require_marks  # noqa: E402
-from plan import Plan, draw  # noqa: E402
-from report import report  # noqa: E402
-from rounds import WRONG, Job, RoundResult  # noqa: E402
+from plan import FAULTS, Plan, draw  # noqa: E402
+from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, Job, RoundResult  # noqa: E402
+from tables import count, grid  # noqa: E402
 
-MARKS = "<!-- begin of what the drill has written -->", "<!-- end -->"
+OUTCOMES = WENT_ON, RESUMED, STARTED_OVER, TOO_LATE
 
 
 def main() -> None:
-    args = parse()
-    # A shell's background job ignores Ctrl-C, and the drill's job would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no disk stays mounted
-    command = f".venv/bin/python drill/drill.py --seed {args.seed}"
-    with tempfile.TemporaryDirectory(prefix="drill-") as folder:
-        rounds = run_all(args, Path(folder))
-    wrong = [f"{WRONG}: {command} --only {r.plan.number}" for r in rounds if r.outcome == WRONG]
-    print("", report(rounds), *wrong, sep="\n")
-    if args.markdown:
-        about = f"`{command} --rounds {args.rounds} --jobs {args.jobs}`\non {machine(['torch'])}"
-        put_between(args.markdown, *MARKS, f"{about}\n\n{report(rounds)}")
-    sys.exit(bool(wrong))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="how many (20)")
     parser.add_argument("--seed", type=int, default=0, help="of the random faults (0)")
     parser.add_argument("--only", type=int, metavar="N", help="run round N only")
     parser.add_argument("--jobs", type=int, default=1, help="rounds at a time (1)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there too")
     args = parser.parse_args()
-    require_marks(parser, args.markdown, MARKS)
-    return args
+    # A shell's background job ignores Ctrl-C, and the drill's job would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no disk stays mounted
+    with tempfile.TemporaryDirectory(prefix="drill-") as folder:
+        rounds = run_all(args, Path(folder))
+    print("", report(rounds), sep="\n")
+    sys.exit(any(result.outcome == WRONG for result in rounds))
 
 
-def run_all(args: argparse.Namespace, folder: Path) -> list[RoundResult]:
+def run_all(args: Namespace, folder: Path) -> list[RoundResult]:
     plans, rounds = choose(args, folder), []
     job = Job(folder)
     job.run_fault_free(sorted({plan.launcher for plan in plans}))
@@ -76,10 +64,11 @@ def run_all(args: argparse.Namespace, folder: Path) -> list[RoundResult]:
     return rounds
 
 
-def choose(args: argparse.Namespace, folder: Path) -> list[Plan]:
+def choose(args: Namespace, folder: Path) -> list[Plan]:
     """Return the rounds that this machine can run. A number is the same round on every machine."""
-    plans, reasons = [], set()
-    for number in count(1) if args.only is None else [args.only]:
+    plans: list[Plan] = []
+    numbers = count_from(1) if args.only is None else iter([args.only])
+    while len(plans) < args.rounds and (number := next(numbers, None)):
         plan = draw(args.seed, number)
         try:
             if plan.launcher == "srun":
@@ -89,14 +78,32 @@ def choose(args: argparse.Namespace, folder: Path) -> list[Plan]:
                     pass
             plans.append(plan)
         except OSError as error:
-            reasons.add(f"rounds left out: {error}")
-        if len(plans) >= args.rounds:
-            break
-    for reason in reasons:
-        print(reason, flush=True)
-    if not plans:
-        sys.exit(f"error: this machine cannot run round {args.only}")
+            print(f"round {number} is left out: {error}", flush=True)
     return plans
+
+
+def report(rounds: Sequence[RoundResult]) -> str:
+    """Return the counts of the rounds, and a Markdown table with a row per fault.
+
+    A cost is a median and a maximum, of the rounds that have one.
+    """
+    rows = [["fault", "rounds", *OUTCOMES, "job ended after", "steps lost"]]
+    for fault in FAULTS:
+        own = [result for result in rounds if result.plan.fault == fault]
+        counts = Counter(result.outcome for result in own)
+        numbers = len(own), *(counts[outcome] for outcome in OUTCOMES)
+        ended = median_and_maximum([result.ended for result in own], ".1f", " s")
+        steps = median_and_maximum([result.steps for result in own], ".0f")
+        if own:
+            rows.append([fault, *map(str, numbers), ended, steps])
+    outcomes = f"{len(rounds)} rounds: {count(result.outcome for result in rounds)}."
+    launchers = f"By launcher: {count(result.plan.launch for result in rounds)}."
+    return f"{outcomes}\n\n{launchers}\n\n{grid(rows)}"
+
+
+def median_and_maximum(values: Sequence[float | None], digits: str, unit: str = "") -> str:
+    present = [value for value in values if value is not None]
+    return f"{median(present):{digits}} / {max(present):{digits}}{unit}" if present else ""
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))  # datautils and the scripts, perhaps a copy of th
 from scripts import elastic  # noqa: E402
 
 VARIABLE = "ELASTIC_DRILL"
-ROLL_CALL, OPENING, TAKE_OVER = "in-the-roll-call", "in-the-opening", "in-the-take-over"
-HALF, HALF_OF_0 = "step-fails", "step-of-rank-0-fails"
+VARIANTS = "plain", "batch_norm", "forked"
+OPENING, HALF = "rank-0-dies-in-the-opening", "step-fails"
 
 
 def claims(moment: str) -> bool:
@@ -60,11 +60,15 @@ class Logged(elastic.Worker):
         torch.set_default_dtype(torch.float64)
         self.log = os.open(f"{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.share = (0, 1)
+        self.forked_in = 0  # the last group in which this worker has forked a process
         super().__init__(address)
 
     def build(self) -> None:
         super().build()
-        VARIANTS[self.variant](self)
+        if self.variant == "batch_norm":  # it counts its forward passes in a buffer
+            self.model.append(nn.BatchNorm1d(10, affine=False))
+        elif self.variant == "forked":  # with a bucket per layer, a step has several collectives
+            elastic.DDP = functools.partial(elastic.DDP, bucket_cap_mb=0.01)  # type: ignore
         images: Any = Images(self.data.images, lambda own: self.write("try", *self.share, own))
         self.data.images = images
         self.optimizer.register_step_post_hook(lambda *_: self.write("commit"))
@@ -77,106 +81,38 @@ class Logged(elastic.Worker):
         self.write("dies")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _next_group(self) -> Any:
-        if claims(ROLL_CALL):
-            self.die()
-        return super()._next_group()
-
     def _open_group(self, group: int, rank: int, world: int, port: int) -> None:
         self.write("opens", group, rank, world)
-        if claims(OPENING):
+        if rank == 0 and claims(OPENING):  # before, while or after it sends its state
             threading.Timer(random.random() * 0.03, self.die).start()
-        if rank == 0 and claims(TAKE_OVER):
-            self._die_after_a_broadcast()
         super()._open_group(group, rank, world, port)
-
-    def _die_after_a_broadcast(self) -> None:
-        """Die when a part of the state is on its way, but not all of it."""
-        broadcast, calls = elastic.dist.broadcast, []
-
-        def counted(*args: Any, **kwargs: Any) -> None:
-            broadcast(*args, **kwargs)
-            calls.append(1)
-            if len(calls) == 2:
-                time.sleep(0.1)  # until it has arrived
-                self.die()
-
-        elastic.dist.broadcast = counted
 
     def backward(self, model: nn.Module, rank: int, world: int) -> None:
         self.share = rank, world
         time.sleep(self.pace * random.random() * 2)
-        self.differentiate(model, rank, world)
-        # As if the last bucket had not arrived here, while it has arrived elsewhere.
-        if claims(HALF) or (rank == 0 and claims(HALF_OF_0)):
-            raise RuntimeError("the drill lets this step fail here, as if gloo had")
-
-    def differentiate(self, model: nn.Module, rank: int, world: int) -> None:
+        if self.variant == "forked" and self.forked_in != self.group:
+            self.forked_in = self.group
+            fork = multiprocessing.get_context("fork")
+            fork.Process(target=outlive, daemon=True).start()
         super().backward(model, rank, world)
+        # As if the last bucket had not arrived here, while it has arrived elsewhere.
+        if claims(HALF):
+            raise RuntimeError("the drill lets this step fail here, as if gloo had")
 
     def train(self) -> None:
         super().train()
         torch.save([self.step, self.model.state_dict()], f"{os.getpid()}.pt")
 
 
-def plain(worker: Logged) -> None:
-    """The script as it is."""
-
-
-def use_buckets() -> None:
-    """Each layer has a bucket of its own, so that a step has several collectives."""
-    elastic.DDP = functools.partial(elastic.DDP, bucket_cap_mb=0.01)  # type: ignore
-
-
-def unused(worker: Logged) -> None:
-    """DDP looks for parameters without a gradient, and there is one."""
-    use_buckets()
-    elastic.DDP = functools.partial(elastic.DDP, find_unused_parameters=True)  # type: ignore
-    worker.model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
-
-
-def no_sync(worker: Logged) -> None:
-    """Two microbatches per step; DDP averages the gradients after the second one."""
-    use_buckets()
-
-    def differentiate(model: Any, rank: int, world: int) -> None:
-        with model.no_sync():
-            elastic.Worker.backward(worker, model, rank, 2 * world)
-        elastic.Worker.backward(worker, model, rank + world, 2 * world)
-        for parameter in model.parameters():  # each half was weighted with 2 * world
-            assert parameter.grad is not None
-            parameter.grad /= 2
-
-    worker.differentiate = differentiate  # type: ignore
-
-
-def batch_norm(worker: Logged) -> None:
-    """The model counts its forward passes in a buffer."""
-    worker.model.append(nn.BatchNorm1d(10, affine=False))
-
-
 def outlive() -> None:
-    """Live until the training has ended, but not for ever."""
+    """Outlive the worker, as a DataLoader's worker may, with copies of its sockets.
+
+    Live until the training has ended, but not for ever.
+    """
     deadline = time.monotonic() + 60
     while not Path("elastic.pt").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
 
-
-def forked(worker: Logged) -> None:
-    """A forked process, such as a DataLoader's, outlives its worker: it has copies of sockets."""
-    differentiate, groups = worker.differentiate, set()
-
-    def fork_first(*args: Any) -> None:
-        if worker.group not in groups:
-            groups.add(worker.group)
-            fork = multiprocessing.get_context("fork")
-            fork.Process(target=outlive, daemon=True).start()
-        differentiate(*args)
-
-    worker.differentiate = fork_first  # type: ignore
-
-
-VARIANTS = {each.__name__: each for each in (plain, unused, no_sync, batch_norm, forked)}
 
 if __name__ == "__main__":
     sys.exit(elastic.main(Logged))

@@ -2,8 +2,7 @@
 
     python drill/hang_job.py frozen_read spawn 3 1    # in an empty folder: rank 1 of 3 hangs
 
-The launcher is spawn, process (mp.Process), run_ranks or torchrun, which starts this file once for
-each rank.
+The launcher is spawn, run_ranks or torchrun, which starts this file once for each rank.
 """
 
 import os
@@ -21,16 +20,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.multiprocessing as mp
 from torch import nn
-from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from ddp_ref import Callback, Handler, initialize_ddp, on_rank, reduce_sum, run_ranks
-
-
-class Layer(nn.Linear):
-    def forward(self, x: torch.Tensor, skip_bias: bool = False) -> torch.Tensor:
-        return linear(x, self.weight, None if skip_bias else self.bias)
+from ddp_ref import Handler, initialize_ddp, on_rank, reduce_sum, run_ranks
 
 
 def hang(case: str) -> None:
@@ -42,16 +35,6 @@ def hang(case: str) -> None:
             done = False
             while not done:
                 pass
-        case "polling_loop":
-            while not Path("never_written").exists():
-                time.sleep(0.05)
-        case "deadlocked_lock":
-            lock = threading.Lock()
-            lock.acquire()
-            lock.acquire()
-        case "full_pipe":
-            _, end = os.pipe()
-            torch.save(torch.zeros(2**18), os.fdopen(end, "wb"))
         case "stopped_process":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "stuck_in_kernel":
@@ -59,11 +42,7 @@ def hang(case: str) -> None:
             os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[opening])
         case "blocked_worker":
             next(iter(DataLoader(Items("frozen_read"), num_workers=1)))
-        case "stopped_worker":
-            next(iter(DataLoader(Items("stopped_process"), num_workers=1)))
-        case "long_validation" | "async_wait" | "reduce_sum" | "functional":
-            time.sleep(3600)
-        case "handler_hook" | "handler_validation" | "handler_on_rank" | "handler_comparison":
+        case "async_wait" | "reduce_sum" | "functional" | "handler_validation" | "handler_on_rank":
             time.sleep(3600)
 
 
@@ -81,7 +60,7 @@ class Items(IterableDataset[int]):
             yield 0
 
 
-def disagree(case: str, odd: bool, step: Callable[..., None]) -> None:
+def disagree(case: str, odd: bool, step: Callable[[], None]) -> None:
     """Do what all ranks do if the odd rank takes another way."""
     match case:
         case "other_branch":
@@ -96,8 +75,6 @@ def disagree(case: str, odd: bool, step: Callable[..., None]) -> None:
                     if odd and number == 1:
                         raise ValueError("a bad batch")
                     step()
-        case "unused_parameters":
-            step(skip_bias=odd)
         case _:
             return
     dist.barrier()
@@ -115,50 +92,27 @@ def wait_for_odd(case: str) -> None:
             functional.all_reduce(torch.ones(1), "sum", everyone).item()
 
 
-class Late(Callback):
-    """The odd rank hangs, or is slow, in a hook or a metric of the Handler."""
-
-    def __init__(self, case: str, rank: int, odd_rank: int) -> None:
-        self.case, self.rank, self.odd_rank = case, rank, odd_rank
-
-    def on_epoch_end(self) -> None:
-        if self.case == "handler_on_rank":
-            arrive(self.rank)
-            on_rank(self.odd_rank)(hang)(self.case)
-        elif self.case == "handler_hook":
-            self.arrive_and_hang()
-        elif self.case == "handler_slow_hook":
-            arrive(self.rank)
-            time.sleep(1 if self.rank == self.odd_rank else 0)
-
-    def accuracy(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if self.case == "handler_validation" and not torch.is_grad_enabled():
-            self.arrive_and_hang()
-        return (output.argmax(1) == target).float().mean()
-
-    def arrive_and_hang(self) -> None:
-        arrive(self.rank)
-        if self.rank == self.odd_rank:
-            hang(self.case)
-
-
 def run_handler(rank: int, case: str, size: int, odd_rank: int) -> None:
+    """Let the odd rank hang in a metric, when it validates; or all ranks in its `on_rank`."""
     launch = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {name: str(number) for name, number in launch.items()}
     initialize_ddp()
-    late, model = Late(case, rank, odd_rank), nn.Linear(8, 3)
-    handler = Handler(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        nn.CrossEntropyLoss(),
-        metrics={"accuracy": late.accuracy},
-        callbacks=[late],
-    )
+
+    def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            arrive(rank)
+            if case == "handler_on_rank":
+                on_rank(odd_rank)(hang)(case)
+            elif rank == odd_rank:
+                hang(case)
+        return (output.argmax(1) == target).float().mean()
+
+    model = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handler = Handler(model, optimizer, nn.CrossEntropyLoss(), metrics={"accuracy": accuracy})
     data = TensorDataset(torch.ones(64, 8), torch.zeros(64, dtype=torch.long))
     handler.set_train_loader(data, 8)
     handler.set_val_loader(data, 8)
-    if case == "handler_comparison":
-        late.arrive_and_hang()
     handler.train(sys.maxsize)
 
 
@@ -166,8 +120,8 @@ def be_slow(case: str, odd: bool, number: int, batches: Iterator[int]) -> None:
     """Do what all ranks do before each step of a healthy job."""
     if case == "on_rank_work":
         on_rank(0)(time.sleep)(1)
-    elif case in ("checkpoint", "barriers"):
-        time.sleep(1 if odd and case == "checkpoint" else 0)
+    elif case == "checkpoint":
+        time.sleep(odd)
         dist.barrier()
     elif case == "slow_loader" and odd:
         next(batches)
@@ -176,7 +130,7 @@ def be_slow(case: str, odd: bool, number: int, batches: Iterator[int]) -> None:
         while time.monotonic() < end:
             add_up(randrange(100))
     elif odd and not (case == "short_validation" and number % 3):
-        time.sleep({"short_pause": 0.05, "straggler": 1, "short_validation": 2}.get(case, 0))
+        time.sleep({"straggler": 1, "short_validation": 2}.get(case, 0))
 
 
 def add_up(depth: int) -> int:
@@ -184,7 +138,7 @@ def add_up(depth: int) -> int:
 
 
 def run_rank(number: int, case: str, size: int, odd_rank: int) -> None:
-    rank = int(os.environ.get("RANK", number))  # mp.spawn and mp.Process pass it
+    rank = int(os.environ.get("RANK", number))  # mp.spawn passes it
     odd = rank == odd_rank
     threading.Thread(target=dump_when_told, args=[rank], daemon=True).start()
     if case.startswith("handler"):
@@ -193,13 +147,13 @@ def run_rank(number: int, case: str, size: int, odd_rank: int) -> None:
         arrive(rank)
         time.sleep(3 if odd else 0)
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    model = DDP(Layer(8, 8))
+    model = DDP(nn.Linear(8, 8))
     slow = odd and case == "slow_loader"
     batches: Iterator[int] = iter(DataLoader(Items(case), num_workers=1) if slow else [])
 
-    def step(skip_bias: bool = False) -> None:
+    def step() -> None:
         with model.no_sync() if case == "accumulation" and done % 4 else nullcontext():
-            model(torch.ones(1, 8), skip_bias).sum().backward()
+            model(torch.ones(1, 8)).sum().backward()
 
     for done in range(sys.maxsize):
         if done == 3:
@@ -230,12 +184,6 @@ if __name__ == "__main__":
     launcher, job = sys.argv[2], (sys.argv[1], int(sys.argv[3]), int(sys.argv[4]))
     if launcher == "spawn":
         mp.spawn(run_rank, job, nprocs=job[1])
-    elif launcher == "process":
-        ranks = [mp.Process(target=run_rank, args=(rank, *job)) for rank in range(job[1])]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
     elif launcher == "run_ranks":
         run_ranks(run_rank, 0, *job, nproc=job[1])
     else:

@@ -1,6 +1,6 @@
 """Let jobs hang on purpose, and check that scripts/find_hang.py names the right rank.
 
-python drill/hangs.py [--rounds 1] [--only frozen_read straggler] [--markdown docs/evidence.md]
+python drill/hangs.py [--rounds 1] [--only frozen_read straggler]
 
 A round starts drill/hang_job.py, waits until it hangs, and looks at it twice: at its processes, and
 at the flight recorder dumps that its ranks then write. A verdict is right if it accuses the odd
@@ -9,12 +9,12 @@ nobody can say which of them is right, so the verdict must name both. Other roun
 that is healthy or only slow, and there must be no verdict.
 """
 
-import argparse
 import os
 import re
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,64 +25,48 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness, page and tables
 
 from harness import Running, free_port, run, torchrun, wait_until  # noqa: E402
-from page import machine, put_between, require_marks  # noqa: E402
+from page import machine  # noqa: E402
 from tables import grid  # noqa: E402
 
 FIND_HANG, JOB = ROOT / "scripts" / "find_hang.py", ROOT / "drill" / "hang_job.py"
-MARKS = "<!-- begin of what hangs.py has written -->", "<!-- end of the hangs -->"
 # The cases of hang_job.py, and what the line about the odd rank must quote or say.
 ALONE = {
     "frozen_read": "read_text()",
     "endless_loop": "in hang",
-    "polling_loop": "in hang",
-    "deadlocked_lock": "lock.acquire()",
-    "full_pipe": "torch.save(",
     "stopped_process": "os.kill(",
     "stuck_in_kernel": "os.posix_spawn(",
     "blocked_worker": "read_text()",
-    "stopped_worker": "is stopped",
-    "long_validation": "time.sleep(3600)",
     "async_wait": "time.sleep(3600)",
     "reduce_sum": "time.sleep(3600)",
     "functional": "time.sleep(3600)",
-    "handler_hook": "time.sleep(3600)",
     "handler_validation": "time.sleep(3600)",
     "handler_on_rank": "time.sleep(3600)",
-    "handler_comparison": "time.sleep(3600)",
 }
 TOGETHER = {
     "other_branch": "dist.barrier()",
     "skipped_call": "dist.barrier()",
     "swallowed_exception": "dist.barrier()",
-    "unused_parameters": "dist.barrier()",
     "validation_metric": "dist.all_reduce(",
 }
 HANGS = ALONE | TOGETHER
 HEALTHY = [
     "fast_loop",
-    "short_pause",
     "straggler",
     "slow_loader",
     "short_validation",
     "on_rank_work",
     "checkpoint",
-    "barriers",
     "accumulation",
     "changing_work",
     "late_start",
-    "handler_slow_hook",
 ]
-KINDS = {
-    "one rank stands still": [*ALONE],
-    "ranks disagree": [*TOGETHER],
-    "healthy or slow": HEALTHY,
-}
-LAUNCHERS = "spawn", "torchrun", "run_ranks", "process"
+CASES = [*HANGS, *HEALTHY]
+LAUNCHERS = "spawn", "torchrun", "run_ranks"
 RIGHT, MISSED, WRONG = "right", "missed", "wrong rank accused"
 NO_DUMP = {"stopped_process", "stuck_in_kernel"}  # the odd rank cannot write its dump
 # The others wait in a group of on_rank's own, in which the odd rank has not recorded anything yet.
 OTHER_GROUP = {"handler_on_rank"}
-OF_RANK_0 = {"long_validation", "validation_metric", "short_validation"}
+OF_RANK_0 = {"validation_metric", "short_validation"}
 
 
 class Round(NamedTuple):
@@ -110,7 +94,10 @@ class Result(NamedTuple):
 
 
 def main() -> None:
-    args = parse()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4, help="of each hang (4); 2 if healthy")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="CASE")
+    args = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
         rounds = [each for each in plan(args.rounds) if each.case in args.only]
@@ -120,30 +107,14 @@ def main() -> None:
                 results.append(result)
                 looks = f"live: {result.live}, dumps: {result.dumps or 'none'}"
                 print(result.round, looks, "" if result.right else result.text, flush=True)
-    print(f"\n{table(results)}")
-    if args.markdown:
-        about = f"`drill/hangs.py` on {machine(['torch', 'py-spy'])}."
-        put_between(args.markdown, *MARKS, f"{table(results)}\n\n{about}")
+    print(f"\non {machine(['torch', 'py-spy'])}\n\n{table(results)}")
     sys.exit(any(not each.right for each in results))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    cases = [*HANGS, *HEALTHY]
-    parser.add_argument("--rounds", type=int, default=4, help="of each hang (4); 2 if healthy")
-    parser.add_argument("--only", nargs="+", choices=cases, default=cases, metavar="CASE")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the table there too")
-    args = parser.parse_args()
-    require_marks(parser, args.markdown, MARKS)
-    return args
 
 
 def plan(repeats: int) -> list[Round]:
     """Return the rounds, the same ones each time."""
     rounds = []
-    for number, case in enumerate([*HANGS, *HEALTHY]):
+    for number, case in enumerate(CASES):
         for nth in range(min(repeats, 2) if case in HEALTHY else repeats):
             chance = Random(f"{case} {nth}")
             size = chance.randint(2, 4)
@@ -155,16 +126,26 @@ def plan(repeats: int) -> list[Round]:
 def run_round(round_: Round, folder: Path) -> Result:
     (folder / "dumps").mkdir(parents=True)
     os.mkfifo(folder / "pipe")
-    job: list[str | Path] = [JOB, *map(str, round_)]
+    script: list[str | Path] = [JOB, *map(str, round_)]
     by_torchrun = round_.launcher == "torchrun"
-    command = torchrun(round_.size, *job) if by_torchrun else [sys.executable, *job]
+    command = torchrun(round_.size, *script) if by_torchrun else [sys.executable, *script]
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env["TORCH_FR_BUFFER_SIZE"] = "2000"
     try:
         with Running(*command, cwd=folder, env=env, fresh=True) as running:
-            wait_for_hang(running, round_, folder)
+            files = [f"rank_{rank}" for rank in range(round_.size)]
+            files += ["worker"] * round_.case.endswith("_worker")
+
+            def arrived() -> bool:
+                assert running.process.poll() is None, running.text()
+                return all((folder / file).exists() for file in files)
+
+            wait_until(arrived, 180)
+            time.sleep(1)
             output = find_hang(folder)
-            live = judge(round_, blocks_of(running, output))
+            pids = [f"process {process.pid})" for process in running.processes()]
+            jobs = re.split(r"^(?=\S)", output, flags=re.MULTILINE)  # perhaps not only ours
+            live = judge(round_, "".join(job for job in jobs if any(pid in job for pid in pids)))
             if round_.case in HEALTHY:
                 return Result(round_, live, "", output)
             (folder / "dump_now").touch()
@@ -176,31 +157,12 @@ def run_round(round_: Round, folder: Path) -> Result:
         return Result(round_, MISSED, "" if round_.case in HEALTHY else MISSED, str(error))
 
 
-def wait_for_hang(job: Running, round_: Round, folder: Path) -> None:
-    files = [f"rank_{rank}" for rank in range(round_.size)]
-    files += ["worker"] * round_.case.endswith("_worker")
-
-    def arrived() -> bool:
-        assert job.process.poll() is None, job.text()
-        return all((folder / file).exists() for file in files)
-
-    wait_until(arrived, 180)
-    time.sleep(1)
-
-
 def find_hang(folder: Path, *paths: str) -> str:
     """Run find_hang.py and return what it prints."""
     ended = run(sys.executable, FIND_HANG, *paths, cwd=folder, timeout=300)
     output = ended.stdout + ended.stderr
     assert ended.code == (0 if "\n  verdict:" in output else 1), f"{ended.code}\n{output}"
     return output
-
-
-def blocks_of(job: Running, output: str) -> str:
-    """Return what find_hang.py says about processes of this job."""
-    pids = [f"process {process.pid})" for process in job.processes()]
-    blocks = re.split(r"^(?=\S)", output, flags=re.MULTILINE)
-    return "".join(each for each in blocks if any(pid in each for pid in pids))
 
 
 def judge_dumps(round_: Round, output: str) -> str:
@@ -229,7 +191,8 @@ def judge(round_: Round, block: str, from_dumps: bool = False) -> str:
 def table(results: Sequence[Result]) -> str:
     """Return a Markdown table with a row per kind of job."""
     rows = [["jobs", "cases", "rounds", "right live", "right from dumps", WRONG]]
-    for kind, cases in KINDS.items():
+    names = "one rank stands still", "ranks disagree", "healthy or slow"
+    for kind, cases in zip(names, (ALONE, TOGETHER, HEALTHY), strict=True):
         own = [result for result in results if result.round.case in cases]
         live, dumps = [each.live for each in own], [each.dumps for each in own]
         counts = [len({each.round.case for each in own}), len(own), live.count(RIGHT)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from harness import Result
-from plan import DAMAGES, IN_TRAINING, KEEP, STEPS, Plan
+from plan import DAMAGES, IN_TRAINING, KEEP, Plan
 
 from ddp_ref import checkpoint
 
@@ -58,15 +58,6 @@ def check_kept(before: Set[str], after: Set[str]) -> None:
     newest = sorted(before | after)[-KEEP:]
     if lost := set(newest) - after:
         raise Wrong(f"lost {', '.join(sorted(lost))}, left are {sorted(after)}")
-
-
-def due_checkpoints(plan: Plan) -> set[str]:
-    """Return the checkpoints that must exist when the rank has reached its place.
-
-    This holds for both ranks, as each waits in `on_rank` until rank 0 has written a checkpoint.
-    """
-    saved = (plan.nth - 1) // (STEPS if plan.place == "step" else 1)  # epochs
-    return {checkpoint.NAME.format(epoch * STEPS) for epoch in range(1, saved + 1)[-KEEP:]}
 
 
 def check_broken(plan: Plan, broken: Result, before: Set[str], after: Set[str], hit: bool) -> None:

@@ -16,11 +16,6 @@ CLUSTER = Path(f"/run/local-cluster-{os.environ.get('LOCAL_CLUSTER', 'ddp')}")
 SLURM = {"SLURM_CONF": str(CLUSTER / "slurm.conf")}
 
 
-def job_script(launcher: str) -> Path:
-    """Return the script of the job: only train_from_yaml.py calls mp.spawn."""
-    return SCRIPTS / ("train_from_yaml.py" if launcher == "spawn" else "train_reference.py")
-
-
 def job_command(launcher: str, restarts: int = 0) -> list[str | Path]:
     """Return the command that runs the job on two ranks. It saves after every epoch."""
     if launcher == "spawn":  # this file describes the training of train_reference.py

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults import FILLER, LAST, damage, inject, small_disk
-from harness import Running, wait_until
+from harness import SCRIPTS, Running, wait_until
 from judge import (
     Weights,
     Wrong,
@@ -17,10 +17,9 @@ from judge import (
     check_equal,
     check_kept,
     check_no_crash,
-    due_checkpoints,
     intact_checkpoints,
 )
-from launchers import CHECKPOINTS, SLURM, job_command, job_script, slurm
+from launchers import CHECKPOINTS, SLURM, job_command, slurm
 from moment import REACHED, STEPS_TAKEN, VARIABLE
 from plan import DAMAGES, EPOCHS, STEPS, Plan
 
@@ -100,7 +99,6 @@ class Job:
 
             wait_until(reached, DEADLINE)
             before = intact_checkpoints(checkpoints)
-            check_kept(due_checkpoints(plan), before)
             hit = inject(plan, running, folder, checkpoints)
             injected = time.monotonic()
             broken = running.wait(DEADLINE)
@@ -146,10 +144,10 @@ class Job:
         """Start the job. With a plan, a rank waits at its place, or counts its steps."""
         moment = {name: getattr(plan, name, None) for name in ("rank", "place", "nth")}
         name = f"{folder.parent.name}-{folder.name}"  # of the job in Slurm
-        env = {VARIABLE: json.dumps(moment), "DRILL_DEFECT": self.defect}
-        env["DRILL_SCRIPT"] = str(job_script(launcher))
+        script = "train_from_yaml.py" if launcher == "spawn" else "train_reference.py"
+        env = {VARIABLE: json.dumps(moment), "DRILL_SCRIPT": str(SCRIPTS / script)}
         command = job_command(launcher, plan.restarts if plan else 0)
-        env |= SLURM | {"SLURM_JOB_NAME": name}
+        env |= SLURM | {"SLURM_JOB_NAME": name, "DRILL_DEFECT": self.defect}
         try:
             with Running(*command, cwd=folder, env=env) as running:
                 self._running.add(running)

@@ -1,21 +1,20 @@
 """Train scripts/char_gpt.py for an hour with a fault about every two minutes, on two ranks.
 
-.venv/bin/python drill/soak.py --seed 1 [--epochs 420] [--markdown docs/evidence.md]
+.venv/bin/python drill/soak.py --seed 1 [--epochs 420]
 
 There are two runs: one without a fault, and one in which a random fault ends the job again and
 again. Each time, the soak starts it again with the same flags, under torchrun and with --nproc in
 turn. Both runs must end at the same weights and history, bit for bit, and no process may hang, grow
-or stay behind. Flags of char_gpt.py may follow after "--".
+or stay behind.
 """
 
-import argparse
 import math
 import os
-import shlex
 import signal
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -29,21 +28,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests"), str(ROOT / "benchmarks")]  # harness, page and tables
 
 from harness import SCRIPTS, Running, torchrun, wait_until  # noqa: E402
-from judge import (  # noqa: E402
-    Wrong,
-    check_equal,
-    check_kept,
-    check_no_crash,
-    intact_checkpoints,
-)
+from judge import Wrong, check_equal, check_kept, check_no_crash, intact_checkpoints  # noqa: E402
 from launchers import CHECKPOINTS  # noqa: E402
-from page import machine, put_between, require_marks  # noqa: E402
-from report import count  # noqa: E402
-from tables import grid  # noqa: E402
+from page import machine  # noqa: E402
+from tables import count, grid  # noqa: E402
 
 from ddp_ref import checkpoint  # noqa: E402
 
-MARKS = "<!-- begin of what the soak has written -->", "<!-- end of the soak -->"
 FAULT_FREE, WITH_FAULTS = "fault-free", "with-faults"  # the runs, and their folders
 LAUNCHERS = "torchrun", "--nproc"
 FAULTS = "SIGKILL to a rank", "SIGKILL to all ranks", "SIGTERM to the launcher", "Ctrl-C"
@@ -70,7 +61,11 @@ class Attempt(NamedTuple):
 
 
 def main() -> None:
-    args = parse()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=420, help="of each run (420, an hour)")
+    parser.add_argument("--every", type=float, default=120, help="seconds between faults (120)")
+    parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from (0)")
+    args = parser.parse_args()
     # A shell's background job ignores Ctrl-C, and the soak's job would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left
@@ -86,27 +81,10 @@ def main() -> None:
     due = {"epoch": args.epochs, "step": expected["step"], "history": expected["history"]}
     if wrong := [name for name, value in due.items() if end[name] != value]:
         raise Wrong(f"not those of the fault-free run: {', '.join(wrong)}")
-    text = report(args, runs, end["step"])
-    print(f"\n{text}")
-    if args.markdown:
-        put_between(args.markdown, *MARKS, text)
+    print(f"\n{report(args, runs, end['step'])}")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--epochs", type=int, default=420, help="of each run (420, an hour)")
-    parser.add_argument("--every", type=float, default=120, help="seconds between faults (120)")
-    parser.add_argument("--seed", type=int, default=0, help="what the faults are drawn from (0)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the summary there too")
-    parser.add_argument("flags", nargs="*", help="of char_gpt.py, after --")
-    args = parser.parse_args()
-    require_marks(parser, args.markdown, MARKS)
-    return args
-
-
-def run_all(args: argparse.Namespace, folder: Path, every: float) -> list[Attempt]:
+def run_all(args: Namespace, folder: Path, every: float) -> list[Attempt]:
     """Start the job until all epochs are done, and return how each attempt went."""
     folder.mkdir()
     attempts: list[Attempt] = []
@@ -118,11 +96,11 @@ def run_all(args: argparse.Namespace, folder: Path, every: float) -> list[Attemp
     return attempts
 
 
-def run_once(args: argparse.Namespace, folder: Path, number: int, every: float) -> Attempt:
+def run_once(args: Namespace, folder: Path, number: int, every: float) -> Attempt:
     """Start the job, let a fault happen after about `every` seconds, and return how it went."""
     home, chance = folder / CHECKPOINTS, Random(f"{args.seed} {number}")
     job: list[str | Path] = [SCRIPTS / "char_gpt.py", "--epochs", str(args.epochs)]
-    job += ["--run-dir", CHECKPOINTS, *args.flags]
+    job += ["--run-dir", CHECKPOINTS]
     command = [sys.executable, *job, "--nproc", "2"] if number % 2 else torchrun(2, *job)
     samples: Samples = {}
     fault, before = "", set[str]()
@@ -202,7 +180,7 @@ def inject(fault: str, running: Running, chance: Random) -> None:
             chance.choice(ranks(running)).kill()
 
 
-def report(args: argparse.Namespace, runs: dict[str, list[Attempt]], steps: int) -> str:
+def report(args: Namespace, runs: dict[str, list[Attempt]], steps: int) -> str:
     """Return the summary as Markdown."""
     attempts = runs[WITH_FAULTS]
     faults = [attempt.fault for attempt in attempts if attempt.fault]
@@ -222,7 +200,6 @@ def report(args: argparse.Namespace, runs: dict[str, list[Attempt]], steps: int)
             rows.append([run, launcher, f"{measured} of {number}", f"{peak:.0f} MiB", most])
     command = f".venv/bin/python drill/soak.py --seed {args.seed} --epochs {args.epochs}"
     command += f" --every {args.every:g}"
-    command += f" -- {shlex.join(args.flags)}" if args.flags else ""
     return f"`{command}`\non {machine(['torch'])}\n\n{words}\n\n{grid(rows)}"
 
 

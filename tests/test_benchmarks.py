@@ -3,26 +3,15 @@
 import importlib
 import re
 import sys
-import time
-from functools import partial
 
 import bench
-import gpu_report
 import growth
 import numpy as np
 import pytest
-import torch
-from harness import ROOT, SCRIPTS, run
+from harness import ROOT, run
 from page import around_marks
 from side_by_side import AGAIN, compare, noise
-from steps import OWN_LOOPS, make_data, make_model, time_loops
 from tables import marks
-from turns import steps_of
-
-from ddp_ref import initialize_ddp, run_ranks
-
-sys.path.append(str(SCRIPTS))
-import doctor
 
 BENCH = ROOT / "benchmarks" / "bench.py"
 PAGE = """before
@@ -45,16 +34,6 @@ def test_ratios_compare_times_of_the_same_round():
     assert noise(rows) == max(1 - again.low, again.high - 1) < 0.02
 
 
-def test_the_loops_end_with_equal_weights():
-    def train():
-        initialize_ddp()
-        data, make = make_data(steps_of(1), ranks=2), partial(make_model, 8)
-        return time_loops(OWN_LOOPS, make, data, rounds=1, seed=0, check=True)
-
-    times, _ = run_ranks(train)
-    assert list(times) == list(OWN_LOOPS)
-
-
 def test_the_page_has_a_place_for_each_benchmark():
     page = ROOT / "docs" / "benchmarks.md"
     begins = re.escape(marks("NAME")[0]).replace("NAME", r"(\w+)")
@@ -63,9 +42,8 @@ def test_the_page_has_a_place_for_each_benchmark():
         before, after = around_marks(page, *marks(name))
         benchmark = importlib.import_module(name)
         written = page.read_text()[len(before) : -len(after)]
-        if "Not measured yet" not in written:
-            assert benchmark.__doc__.strip() in written
-            assert f"`bench.py {name} --rounds={benchmark.ROUNDS}` on " in written
+        assert benchmark.__doc__.strip() in written
+        assert f"`bench.py {name} --rounds={benchmark.ROUNDS}` on " in written
 
 
 def test_a_benchmark_is_measured_and_written(tmp_path):
@@ -79,6 +57,13 @@ def test_a_benchmark_is_measured_and_written(tmp_path):
     assert text.startswith("before\n") and text.endswith("\nafter")
 
 
+def test_a_page_without_a_place_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "page.md").write_text(PAGE)
+    ended = run(sys.executable, BENCH, "steps", "--markdown=page.md", cwd=tmp_path)
+    assert ended.code == 2
+    assert "page.md lacks the lines <!-- begin of what" in ended.stderr.splitlines()[-1]
+
+
 @pytest.mark.full
 def test_benchmarks_that_need_no_peer_run_and_their_weights_agree(tmp_path):
     ended = run(sys.executable, BENCH, "saves", "finale", "--rounds=1", cwd=tmp_path)
@@ -87,56 +72,12 @@ def test_benchmarks_that_need_no_peer_run_and_their_weights_agree(tmp_path):
 
 
 @pytest.mark.full
-def test_growth_is_measured_and_written(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("before\n" + "\n".join(growth.MARKS) + "\nafter")
+def test_growth_is_measured(tmp_path):
     script = BENCH.parent / "growth.py"
-    ended = run(sys.executable, script, "--ranks", "2", "3", "--markdown", page, cwd=tmp_path)
+    ended = run(sys.executable, script, "--ranks", "2", "3", cwd=tmp_path)
     assert ended.code == 0, ended.stderr
-    lines = [line for line in page.read_text().splitlines() if line.startswith("| ")]
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert len(rows) == 12 and not any("" in row for row in rows)
     (sockets,) = [row for row in rows if row[0] == growth.SOCKETS]
     assert sockets[1:3] == ["8", "11"]  # 3 N + 2
-
-
-def test_the_parts_of_the_report_have_enough_time_and_end_within_10_minutes():
-    parts = gpu_report.parts(100)
-    assert sum(part.timeout + gpu_report.ENDING for part in parts) < 600
-    assert parts[0].title == "Doctor" and parts[0].timeout > 2 * doctor.LIMIT.total_seconds()
-
-
-STUCK = """
-import signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-print("started", flush=True)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"], start_new_session=True)
-time.sleep(60)
-"""
-
-
-def test_a_part_of_the_report_that_is_stuck_is_killed(monkeypatch):
-    """The report does not wait for a rank that outlives the part and keeps its output open."""
-    monkeypatch.setattr(gpu_report, "ENDING", 1)
-    start = time.monotonic()
-    text, code = gpu_report.run(gpu_report.Part("Stuck", "", 2, ["-c", STUCK]))
-    assert time.monotonic() - start < 15
-    assert code == 1 and "failed: not finished after 2 s.\n\n    started" in text
-
-
-def test_a_part_that_needs_a_missing_package_is_skipped():
-    part = gpu_report.Part("Tests", "numpy no_such_package", 3, [])
-    assert gpu_report.run(part) == ("Skipped: this Python has no no_such_package.", 0)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to measure")
-def test_without_a_gpu_there_is_nothing_to_measure(tmp_path):
-    ended = run(sys.executable, BENCH.parent / "gpu_report.py", cwd=tmp_path)
-    assert ended.code == 2 and "no CUDA device is visible" in ended.stderr
-
-
-def test_a_page_without_a_place_is_refused_before_anything_is_measured(tmp_path):
-    (tmp_path / "page.md").write_text(PAGE)
-    ended = run(sys.executable, BENCH, "steps", "--markdown=page.md", cwd=tmp_path)
-    assert ended.code == 2
-    assert "page.md lacks the lines <!-- begin of what" in ended.stderr.splitlines()[-1]

@@ -1,16 +1,12 @@
 """The drill draws the same rounds from a seed, and finds the rounds that do not end right."""
 
 import re
-import sys
 from hashlib import sha256
 
 import pytest
-from harness import ROOT, run
+from harness import ROOT
 from plan import Plan, draw
 from rounds import RESUMED, STARTED_OVER, TOO_LATE, WENT_ON, WRONG, Job
-
-DRILL = ROOT / "drill" / "drill.py"
-NO_SLURM = {"LOCAL_CLUSTER": "nowhere"}
 
 
 def test_the_page_says_what_the_table_says():
@@ -26,30 +22,6 @@ def test_a_seed_draws_the_same_rounds_on_every_machine():
     """These are the rounds on the page."""
     plans = [repr(draw(5, number)) for number in range(1, 301)]
     assert sha256("\n".join(plans).encode()).hexdigest()[:16] == "b20f59bc2b082d4e"
-
-
-def cells(line):
-    return [cell.strip() for cell in line.split("|")[1:-1]]
-
-
-@pytest.mark.full
-def test_rounds_end_right_and_the_table_shows_it(tmp_path):
-    """Of this seed, round 1 needs Slurm, 2 flips a bit, and 3 raises an exception."""
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- begin of what the drill has written -->\nold\n<!-- end -->\nend")
-    flags = ["--seed", "1649", "--rounds", "2", "--jobs", "2", "--markdown", page]
-    ended = run(sys.executable, DRILL, *flags, cwd=tmp_path, timeout=540, env=NO_SLURM)
-    assert ended.code == 0, ended.stdout + ended.stderr
-    assert "rounds left out: srun needs the cluster that make slurm-up starts" in ended.stdout
-    assert re.findall(r"^round (\d)", ended.stdout, re.M) == ["2", "3"]
-    exception, flip = map(cells, ended.stdout.splitlines()[-2:])
-    assert exception[:6] == ["exception", "1", "0", "1", "0", "0"]
-    assert flip[:6] == ["flip", "1", "0", "1", "0", "0"]
-    assert exception[-1] == "16 / 16"  # it raises before step 86, and the checkpoint is of step 69
-    assert int(flip[-1].split()[0]) >= 23  # the damaged checkpoint was of an epoch
-    text = page.read_text()
-    assert ended.stdout[ended.stdout.index("2 rounds: ") :].strip() in text
-    assert text.startswith("before") and text.endswith("end") and "old" not in text
 
 
 CHANGES_THE_WEIGHTS = """

@@ -58,8 +58,6 @@ def verdicts(text):
         ("late-default", 0, "wait for rank 1, which has not called collective 5; its last was 4"),
         ("late-nodump", 1, "the ranks that we see (1) wait in the same call"),
         ("mismatch", 0, "rank 1 waits in collective 5, allreduce of 2000 elements: watchdog.py:15"),
-        ("order", 0, "rank 1 waits in collective 5, broadcast of 1000 elements: watchdog.py:19"),
-        ("killed", 1, "found no ranks"),
     ],
 )
 def test_the_logs_of_a_real_gpu(log, code, says, tmp_path):
@@ -102,31 +100,22 @@ def dump(folder, rank, *calls, completed=0, size=8, backend="nccl", ranks="[]"):
             "calls: rank 2 waits in collective 3, broadcast of 8 elements: /home/me/train.py:7 in "
             "main; most others wait in collective 3, allreduce of 8 elements",
         ),
-        ([["all_reduce"] * 3, None, ["all_reduce"] * 3], "rank 1, which left no process, log or"),
     ],
 )
 def test_dumps(calls, says, tmp_path):
     for rank, kinds in enumerate(calls):
-        if kinds:
-            dump(tmp_path, rank, *kinds, completed=2)
+        dump(tmp_path, rank, *kinds, completed=2)
     ended = run(*FIND_HANG, tmp_path, cwd=tmp_path)
     (verdict,) = verdicts(ended.stdout)
     assert ended.code == 0 and verdict.startswith("verdict: ") and says in verdict
 
 
-@pytest.mark.parametrize(
-    ("log", "code", "says"),
-    [
-        (NCCL2.format(0) + NCCL2.format(2), 0, "wait for rank 1, which left no process, log or"),
-        # Rank 1 may have waited, too, for less than the timeout.
-        (NCCL2.format(0) + NCCL2_LOST.format(1) + NCCL2.format(2), 1, "of 3 ranks, we only know"),
-    ],
-)
-def test_the_log_of_nccl2_names_no_call(log, code, says, tmp_path):
-    (tmp_path / "log").write_text(log)
+def test_the_log_of_nccl2_names_no_call(tmp_path):
+    """Rank 1 may have waited, too, for less than the timeout."""
+    (tmp_path / "log").write_text(NCCL2.format(0) + NCCL2_LOST.format(1) + NCCL2.format(2))
     ended = run(*FIND_HANG, "log", cwd=tmp_path)
     assert "rank 0 waits in a collective that its log does not name" in ended.stdout
-    assert ended.code == code and says in ended.stdout
+    assert ended.code == 1 and "of 3 ranks, we only know" in ended.stdout
 
 
 def test_dumps_of_nccl2_list_the_rank_that_left_none(tmp_path):
@@ -138,14 +127,6 @@ def test_dumps_of_nccl2_list_the_rank_that_left_none(tmp_path):
     ended = run(*FIND_HANG, tmp_path, cwd=tmp_path)
     assert ended.code == 0 and "waits in collective 3, allreduce of 8 elements" in ended.stdout
     assert "wait for rank 2, which left no process, log or dump" in ended.stdout
-
-
-def test_a_rank_of_nccl2_without_a_dump_waits_in_the_others_call(tmp_path):
-    (tmp_path / "log").write_text(NCCL2.format(2))
-    for rank, count in ((0, 3), (1, 2)):
-        dump(tmp_path, rank, *["all_reduce"] * count, completed=2, backend="nccl2")
-    (verdict,) = verdicts(run(*FIND_HANG, tmp_path, cwd=tmp_path).stdout)
-    assert "the others wait for rank 1, which has not called collective 3" in verdict
 
 
 def test_sizes_may_differ_in_a_scatter_but_not_in_a_broadcast(tmp_path):
@@ -160,20 +141,6 @@ def test_a_dump_cannot_run_code(tmp_path):
     ended = run(*FIND_HANG, tmp_path / "rank_0", cwd=tmp_path)
     assert ended.code == 1 and "a dump holds plain data, not" in ended.stderr
     assert not (tmp_path / "made").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("rank_0", pickle.dumps({"entries": []})[:-3], "rank_0 is not a complete dump"),
-        ("no_file", None, "error: no_file does not exist"),
-    ],
-)
-def test_a_file_that_is_no_dump(name, content, says, tmp_path):
-    if content:
-        (tmp_path / name).write_bytes(content)
-    ended = run(*FIND_HANG, name, cwd=tmp_path)
-    assert ended.code == 1 and says in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
@@ -192,7 +159,7 @@ def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
 @pytest.mark.full
 def test_hangs_on_purpose(tmp_path):
     """A part of `make test-hangs`."""
-    cases = ["frozen_read", "endless_loop", "stopped_worker", "functional", "handler_validation"]
+    cases = ["frozen_read", "endless_loop", "blocked_worker", "functional", "handler_validation"]
     cases += ["swallowed_exception", "straggler"]
     drill = ROOT / "drill" / "hangs.py"
     ended = run(sys.executable, drill, "--rounds", "1", "--only", *cases, cwd=tmp_path)
