@@ -18,7 +18,7 @@ from handler_checks import (
 )
 from rank_checks import run_checks
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from training_job import Points, flat, job, network
 
 from ddp_ref import Handler, LearningRateMonitor
@@ -119,10 +119,6 @@ def check_loaders_that_cannot_be_sharded_are_refused():
     own = type("Own", (DataLoader,), {"_get_iterator": lambda self: iter([])})  # as in PyG
     with pytest.raises(ValueError, match="Own makes its batches in its own"):
         handler.set_train_loader(own(data, 3))
-    if dist.is_initialized():
-        replacing = RandomSampler(data, replacement=True)
-        with pytest.raises(ValueError, match=f"rank {rank()} of .* this RandomSampler is"):
-            handler.set_train_loader(DataLoader(data, 3, sampler=replacing))
     padding = DistributedSampler(data, 2, 0, shuffle=False)
     handler.set_val_loader(DataLoader(data, 5, sampler=padding))
     seen = torch.cat([t for _, t in handler.val_loader])
@@ -163,11 +159,6 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
     one_pass = [[0, 1], [2, 3], [4, 5], [6, 7]][: (7 + rank()) // 2]
     assert seen == (one_pass * 12)[:12]
     assert_same_on_all_ranks(flat(handler.model))
-    handler.save(saved("stream"))
-    handler.load(saved("stream"))  # the stream starts again, as in a new process
-    seen.clear()
-    handler.train(4)
-    assert seen == (one_pass * 4)[:4]
 
 
 # Outputs and metrics
@@ -180,7 +171,6 @@ class ManyKinds(nn.Linear):
         out = super().forward(inputs)
         kinds = {
             "dict": {"loss": out.mean(), "logits": out, "first": out[:, 0]},
-            "tuple": (out, out.mean(), out[:, 0]),
             "kept": self.kept[: len(out)].copy_(out),  # the same memory for every batch
             "squeezed": out[:, 0].squeeze(),
             "mean": out.mean(0),
@@ -188,7 +178,7 @@ class ManyKinds(nn.Linear):
         return kinds[self.kind]
 
 
-def check_outputs_are_tensors_or_tuples_or_mappings_of_them_and_nothing_is_lost():
+def check_outputs_are_tensors_or_mappings_of_them_and_nothing_is_lost():
     torch.manual_seed(0)
     data = Points(7)
     handler = job(model=ManyKinds(4, 2), forward=lambda m, b: (m(b[0]), b[1]))
@@ -200,16 +190,12 @@ def check_outputs_are_tensors_or_tuples_or_mappings_of_them_and_nothing_is_lost(
         model.kind = kind
         return handler.predict(data, batch_size)
 
-    found = [predict(kind) for kind in ("dict", "tuple", "kept", "squeezed")]
-    if rank():
-        assert found == [None] * 4
-    else:
-        of_dict, of_tuple, kept, squeezed = found
-        assert type(of_dict) is dict and [*of_dict] == ["logits", "first"]
-        assert type(of_tuple) is tuple and len(of_tuple) == 2
-        for whole in (of_dict["logits"], of_tuple[0], kept):
+    of_dict, kept, squeezed = [predict(kind) for kind in ("dict", "kept", "squeezed")]
+    if rank() == 0:
+        assert [*of_dict] == ["logits", "first"]
+        for whole in (of_dict["logits"], kept):
             assert torch.allclose(whole, logits)
-        for first in (of_dict["first"], of_tuple[1], squeezed):
+        for first in (of_dict["first"], squeezed):
             assert torch.allclose(first, logits[:, 0])
     data = Points(3 * world_size())
     with pytest.raises(ValueError, match=r"2 outputs for .* items: return one row per item"):

@@ -16,7 +16,6 @@ SCRIPT = "adoption_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-# Fresh, because torch's profiler hangs in a forked process if torch was built for CUDA.
 @pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
@@ -110,14 +109,11 @@ def test_how_many_samples_a_batch_has(batch, count):
     assert samples_in(batch) == count
 
 
-def test_a_plateau_gets_the_validation_loss_if_there_is_one_or_a_metric(tmp_path):
+def test_a_plateau_gets_the_validation_loss_or_a_metric(tmp_path):
     handler = job(scheduler=Recorded)
     handler.set_val_loader(Points(9), 2)
     handler.train(2)
     assert [*handler.scheduler.values] == handler.val_losses != handler.train_losses
-    alone = job(scheduler=Recorded)
-    alone.train(2)
-    assert [*alone.scheduler.values] == alone.train_losses
     handler.save(tmp_path / "a.pt")
     handler = job(scheduler=lambda o: (Recorded(o, mode="max"), "train_accuracy"))
     handler.load(tmp_path / "a.pt")
@@ -151,8 +147,7 @@ def test_new_settings_of_the_optimizer_are_kept_or_a_warning_names_them(tmp_path
     assert handler.optimizer.param_groups[0]["momentum"] == 0.9
 
 
-def test_hooks_may_replace_the_data_and_set_eval_mode(tmp_path):
-    """So does a run that is resumed in the second epoch."""
+def test_hooks_may_replace_the_data_and_set_eval_mode():
     modes = []
 
     class Hooks(Callback):
@@ -163,13 +158,8 @@ def test_hooks_may_replace_the_data_and_set_eval_mode(tmp_path):
         def on_step_end(self):
             modes.append([part.training for part in self.handler.module[:2]])
 
-    handler = job(20, 2, callbacks=[Hooks(), Checkpoint(tmp_path, None, every_steps=3)])
-    handler.train(2)
+    job(20, 2, callbacks=[Hooks()]).train(2)
     assert modes == [[False, True]] * 5
-    resumed = job(20, 2, callbacks=[Hooks()])
-    resumed.load(tmp_path / "step_000000003.pt")
-    resumed.train(2)
-    assert resumed.train_losses == handler.train_losses
 
 
 def test_parameters_that_are_frozen_meanwhile_are_an_error_before_the_next_step(tmp_path):

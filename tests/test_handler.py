@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
+# Fresh, because torch's profiler hangs in a forked process if torch was built for CUDA.
 @pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
