@@ -19,7 +19,7 @@ from handler_checks import (
 from rank_checks import run_checks
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from training_job import Points, flat, job, network
+from training_job import Points, flat, job
 
 from ddp_ref import Handler, LearningRateMonitor
 

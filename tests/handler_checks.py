@@ -247,7 +247,7 @@ class Smoothed(nn.Module):
         return loss / self.mean.clone()
 
 
-def resumable(workers=0, accumulate=2, **options):
+def resumable(workers=0, **options):
     torch.set_num_threads(1)
     model = network(dropout=0.3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -259,7 +259,7 @@ def resumable(workers=0, accumulate=2, **options):
         count=lambda batch: len(batch[1]),
         metrics={"accuracy": accuracy, "f1": F1()},
         scheduler=(rates, "step"),
-        accumulate=accumulate,
+        accumulate=2,
         sync_every=3,
         device="cpu",
         **options,

@@ -13,7 +13,21 @@ from harness import ROOT, run, torchrun
 from lines_of_code import lines_of_code
 
 PACKAGE = ROOT / "src" / "ddp_ref"
-RELEASE_TOOLS = ["build", "check-wheel-contents", "twine"]
+# What the page about a copy says to keep.
+CORE = {"launch", "initialize", "collectives", "decorators", "randomness"}
+LOADERS = CORE | {"data", "model", "metrics", "settings", "signals"}
+
+
+def copy_package(folder, kept):
+    """Copy these files to mylib/ddp in `folder`, and only their lines of `__init__.py`."""
+    copy = folder / "mylib" / "ddp"
+    copy.mkdir(parents=True)
+    for name in kept:
+        shutil.copy(PACKAGE / f"{name}.py", copy)
+    start = ast.parse((PACKAGE / "__init__.py").read_text())
+    imports = [node for node in start.body if isinstance(node, ast.ImportFrom)]
+    kept_lines = [ast.unparse(node) for node in imports if node.module in kept]
+    (copy / "__init__.py").write_text("\n".join(kept_lines))
 
 
 TRAIN = """
@@ -36,24 +50,19 @@ assert not any(name.startswith("ddp_ref") for name in sys.modules)
 
 
 def test_handler_trains_on_two_ranks_without_the_optional_modules(tmp_path):
-    """Delete what a project does not need, with its lines in `__init__.py`."""
-    copy = tmp_path / "mylib" / "ddp"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pyc*"))
-    for name in ("figures", "trainer", "workers"):
-        (copy / f"{name}.py").unlink()
-    start = ast.parse((copy / "__init__.py").read_text())
-    start.body = [line for line in start.body if (copy / file_of(line)).exists()]
-    (copy / "__init__.py").write_text(ast.unparse(start))
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    copy_package(tmp_path, modules - {"__init__", "figures", "trainer", "workers"})
     (tmp_path / "train.py").write_text(TRAIN)
     env = {"PYTHONPATH": str(tmp_path)}
     result = run(*torchrun(2, tmp_path / "train.py"), cwd=tmp_path, env=env)
     assert result.code == 0, result.stdout + result.stderr
 
 
-def file_of(statement):
-    """Return the file that a statement of `__init__.py` imports from; "" if it is no import."""
-    module = getattr(statement, "module", None)
-    return f"{module.replace('.', '/')}.py" if module else ""
+@pytest.mark.parametrize(("kept", "name"), [(CORE, "on_rank"), (LOADERS, "train_loader")])
+def test_parts_of_the_package_need_no_handler(tmp_path, kept, name):
+    copy_package(tmp_path, kept)
+    ended = run(sys.executable, "-c", f"from mylib.ddp import {name}", cwd=tmp_path)
+    assert ended.code == 0, ended.stderr
 
 
 def test_import_needs_only_torch_and_cloudpickle(tmp_path):
@@ -85,7 +94,8 @@ def test_what_pip_installs_is_the_package_alone(tmp_path):
         return ended.stdout
 
     do(sys.executable, "-m", "venv", "tools")
-    do(*install, "--constraint", ROOT / "constraints.txt", *RELEASE_TOOLS)
+    tools_of_a_release = ["build", "check-wheel-contents", "twine"]
+    do(*install, "--constraint", ROOT / "constraints.txt", *tools_of_a_release)
     do(tools / "python", "-m", "build")  # the sdist, and from it the wheel
     (sdist,), (wheel,) = ((project / "dist").glob(name) for name in ("*.tar.gz", "*.whl"))
     do(tools / "twine", "check", "--strict", sdist, wheel)
