@@ -13,6 +13,7 @@ from training_job import job
 
 from ddp_ref import Callback, Checkpoint, EarlyStopping, ProgressBar
 
+
 class Notes(Callback):
     """Record each hook that is called, with the number of epochs and steps done so far."""
 
