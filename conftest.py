@@ -13,7 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 LONG = "full"  # a long cross: left out unless -m asks for it
 ON_REQUEST = {"exercises", "site", "slurm"}  # left out unless -m or the test's file is named
-SHARE_A_RUN = {"test_char_gpt.py", "test_recovery.py", "test_reference.py", "test_training.py"}
+SHARE_A_RUN = {"test_recovery.py", "test_training.py"}
 
 
 def pytest_configure(config: pytest.Config) -> None:

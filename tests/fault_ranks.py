@@ -1,4 +1,4 @@
-"""One rank of a run with a fault. test_faults.py starts it: `fault_ranks.py SCENARIO ...`."""
+"""One rank of a run with a fault. test_faults.py starts it: `fault_ranks.py SCENARIO`."""
 
 import ctypes
 import os
@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ddp_ref import decorators
 from ddp_ref.collectives import reduce_sum
 from ddp_ref.decorators import on_rank
 from ddp_ref.initialize import cleanup_ddp, initialize_ddp
 
-TIMEOUT = timedelta(seconds=30 if sys.argv[1] == "leaves_for_another_call" else 6)
+TIMEOUT = timedelta(seconds=30 if sys.argv[1] == "interrupted" else 6)
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 WORKER = 1
 
@@ -34,21 +33,6 @@ def report(call: Callable[[], object]) -> BaseException | None:
     return caught
 
 
-def interrupted() -> None:
-    """The test sends Ctrl-C to all ranks, and none of them catches it."""
-    if RANK != WORKER:
-        print("waits", flush=True)
-    on_rank(WORKER)(lambda: [print("works", flush=True), time.sleep(60)])()
-
-
-def leaves() -> None:
-    """The test sends Ctrl-C to one rank that waits."""
-    if RANK:
-        print("waits", flush=True)
-    report(on_rank(0)(lambda: [print("works", flush=True), time.sleep(8)]))
-    report(on_rank(0)(lambda: None))
-
-
 def slow() -> None:
     """The work takes longer than the group's timeout, and holds the GIL all that time."""
     sleep = ctypes.PyDLL(None).sleep  # type: ignore
@@ -58,15 +42,14 @@ def slow() -> None:
     print(f"report: usable by {total.item():.0f}", flush=True)
 
 
-def dies(killed: str) -> None:
-    """A rank gets SIGKILL while it works. The others keep the error."""
+def dies() -> None:
+    """Rank 0 gets SIGKILL while it works. The others keep the error."""
 
     def die() -> None:
         time.sleep(1)  # the others wait already
-        print("dies now", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    kept = report(on_rank(int(killed))(die))
+    kept = report(on_rank(0)(die))
     time.sleep(60)
     del kept
 
@@ -81,22 +64,13 @@ def dies_while_rank_0_works() -> None:
     del kept
 
 
-def leaves_for_another_call() -> None:
-    """All ranks get Ctrl-C, catch it, and go on to other calls."""
+def interrupted() -> None:
+    """All ranks get Ctrl-C, those that wait first. They catch it, and go on to other calls."""
     if RANK:
         print("waits", flush=True)
     report(on_rank(0)(lambda: [print("works", flush=True), time.sleep(60)]))
     report(lambda: reduce_sum({"ranks": 1}))
     report(on_rank(0, broadcast=True)(lambda: "usable"))
-
-
-def dies_receiving() -> None:
-    """A rank gets SIGKILL after all ranks have met, before it has the result."""
-    if RANK == 3:
-        decorators.broadcast_packed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    kept = report(on_rank(WORKER, broadcast=True)(lambda: bytes(2**24)))
-    time.sleep(60)
-    del kept
 
 
 def meet() -> None:
@@ -109,5 +83,5 @@ def meet() -> None:
 if __name__ == "__main__":
     meet()
     initialize_ddp(TIMEOUT)
-    globals()[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]]()
     cleanup_ddp()  # otherwise torch sometimes aborts, because Python ends before gloo's threads

@@ -1,7 +1,5 @@
 """Handler with existing code: any batch, token means, existing loaders, streams."""
 
-from collections import OrderedDict
-from dataclasses import dataclass
 from unittest.mock import Mock
 
 import adoption_checks
@@ -13,13 +11,11 @@ from training_job import Points, accuracy, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler
 from ddp_ref.metrics import samples_in
-from ddp_ref.model import move
 
 SCRIPT = "adoption_checks.py"
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
-# Fresh, because torch's profiler hangs in a forked process if torch was built for CUDA.
 @pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
@@ -31,15 +27,14 @@ def test_in_one_process(name, tmp_path, monkeypatch):
     getattr(adoption_checks, name)()
 
 
-def plateau(**options):
-    return lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options)
+class Recorded(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    values = ()
+
+    def step(self, value):
+        self.values += (value,)
+        super().step(value)
 
 
-def other_optimizer():
-    return torch.optim.SGD(network().parameters())
-
-
-F1 = adoption_checks.F1
 TAKEN = [Callback()]
 TAKEN[0].handler = "another"
 
@@ -47,38 +42,26 @@ TAKEN[0].handler = "another"
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"accumulate": 0}, "accumulate must be an integer of at least 1, not 0"),
         ({"clip_norm": 0}, "clip_norm must be a number above 0"),
-        ({"precision": "fp8"}, "precision must be"),
-        ({"precision": "fp16"}, 'needs a CUDA device, not cpu: use "bf16"'),
-        ({"on_nonfinite": "ignore"}, "on_nonfinite must be"),
         ({"accumulate": 2, "ddp_options": {"static_graph": True}}, "static_graph does not work"),
         (
             {"optimizer": lambda own: torch.optim.SGD([*own, nn.Parameter(torch.ones(1))])},
             "1 of the optimizer's 5 parameters are not the model's",
         ),
-        ({"optimizer": torch.optim.LBFGS}, r"LBFGS\.step\(\) needs a closure"),
-        ({"scheduler": lambda o: (None, "batch")}, "scheduler must be a scheduler or"),
-        ({"scheduler": lambda o: torch.optim.lr_scheduler.StepLR}, "not <class .*StepLR'>"),
         (
-            {"scheduler": lambda o: torch.optim.lr_scheduler.StepLR(other_optimizer(), 1)},
+            {"scheduler": lambda o: Recorded(torch.optim.SGD(network().parameters()))},
             "the scheduler was created with another optimizer",
         ),
-        ({"scheduler": lambda o: (plateau()(o), "step")}, "cannot use the loss of each step"),
-        ({"scheduler": plateau(mode="max")}, r"mode='max': pass \(scheduler, \"val_accuracy\"\)"),
+        ({"scheduler": lambda o: Recorded(o, mode="max")}, "cannot use the loss of each epoch"),
         ({"metrics": {"loss": accuracy}}, "cannot be named"),
-        ({"metrics": {"f1": F1}}, "f1 must be a function .*, or an object .*, not <class .*F1"),
-        ({"metrics": [accuracy]}, "metrics must be a dict of functions by name, not .<function"),
-        ({"loss_fn": nn.CrossEntropyLoss}, r"such as nn.CrossEntropyLoss\(\), not <class"),
         ({"loss_fn": nn.MSELoss(reduction="sum")}, "loss_fn must be a mean, not a sum"),
-        ({"callbacks": [Callback]}, "callbacks must be objects, .*, not <class"),
         ({"callbacks": TAKEN}, "callbacks must be objects, new ones for each Handler, not <"),
     ],
 )
 def test_errors_that_the_constructor_gives_in_one_line(options, text):
-    options = {"model": network(), "optimizer": torch.optim.SGD, "device": "cpu"} | options
-    model, make = options.pop("model"), options.pop("optimizer")
-    optimizer, loss_fn = make(model.parameters()), options.pop("loss_fn", nn.functional.mse_loss)
+    model, options = network(), {"optimizer": torch.optim.SGD, "device": "cpu"} | options
+    optimizer = options.pop("optimizer")(model.parameters())
+    loss_fn = options.pop("loss_fn", nn.functional.mse_loss)
     if make_scheduler := options.get("scheduler"):
         options["scheduler"] = make_scheduler(optimizer)
     with pytest.raises((TypeError, ValueError), match=text) as caught:
@@ -90,33 +73,22 @@ def test_errors_that_the_constructor_gives_in_one_line(options, text):
     ("options", "text"),
     [
         ({"count": lambda batch: -1}, r"count\(batch\) must be at least 0 and finite, not -1"),
-        ({"count": lambda batch: torch.ones(2).int()}, r"count\(batch\) must be one number: only"),
-        ({"forward": lambda model, batch: {"a": 1, "b": 2}}, "outputs, targets.*, not a dict"),
-        ({"metrics": {"none": lambda outputs, targets: None}}, "none must be one number: .*None"),
-        ({"metrics": {"each": lambda outputs, targets: targets}}, "each must be one number: only"),
         (
             {"size": 2, "loader": {"drop_last": True}},
             "rank 0 has no batch of training data: lower batch_size, which is 3,",
         ),
-        ({"loss_fn": lambda outputs, targets: 0.5}, "must return a tensor, not 0.5: leave out"),
-        ({"loader": {"collate_fn": lambda rows: torch.ones(3, 4)}}, "must be .*, not a Tensor"),
-        ({"loader": {"collate_fn": len}}, "of type int has: pass count= .* a collate_fn"),
-        ({"loader": {"collate_fn": lambda rows: torch.ones(0)}}, "no samples: make the collate_fn"),
+        # Boxes of images
+        (
+            {"loader": {"collate_fn": lambda rows: (torch.ones(3), [torch.ones(9, 4)] * 3)}},
+            "3 items looks like 9 samples: pass count= to Handler",
+        ),
     ],
 )
 def test_errors_of_the_first_step(options, text):
-    loss_fn = options.pop("loss_fn", None)
     handler = job(**options)
-    handler.loss_fn = loss_fn or handler.loss_fn
-    with pytest.raises((TypeError, ValueError), match=text):
+    with pytest.raises(ValueError, match=text):
         handler.train(1)
     assert handler.step == 0
-
-
-@pytest.mark.parametrize("epochs", [1.5, -1, True, "1"])
-def test_a_wrong_number_of_epochs_is_one_line(epochs):
-    with pytest.raises(ValueError, match="epochs must be an integer of at least 0"):
-        job().train(epochs)
 
 
 class Batch:
@@ -129,7 +101,6 @@ class Batch:
         ((torch.ones(3, 2), torch.ones(5)), 5),
         ([torch.ones(5, 2), [torch.ones(5), torch.ones(5)]], 5),  # targets with two parts
         ((torch.ones(8, 2), torch.ones(2, 20), torch.ones(8)), 8),  # features, edges, labels
-        ((torch.ones(3, 2), torch.ones(())), 3),
         ((Batch(), None), 7),
         ({"text": "abc", "ids": torch.ones(4, 9), "mask": torch.ones(2)}, 4),
     ],
@@ -138,46 +109,17 @@ def test_how_many_samples_a_batch_has(batch, count):
     assert samples_in(batch) == count
 
 
-@pytest.mark.parametrize(
-    ("collate", "count"),
-    [
-        (lambda rows: (torch.ones(3, 3), [torch.ones(9, 4) for _ in rows]), 9),  # boxes of images
-        (lambda rows: [torch.stack(part) for part in zip(*rows[1:], strict=True)], 2),
-    ],
-    ids=["detection", "drops a row"],
-)
-def test_a_count_that_is_not_the_number_of_items_asks_for_count(collate, count):
-    text = f"3 items looks like {count} samples: pass count= to Handler"
-    with pytest.raises(ValueError, match=text):
-        job(loader={"collate_fn": collate}).train(1)
-
-
-class Recorded(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    values = ()
-
-    def step(self, value):
-        self.values += (value,)
-        super().step(value)
-
-
-def test_a_plateau_gets_the_validation_loss_if_there_is_one_or_a_metric(tmp_path):
+def test_a_plateau_gets_the_validation_loss_or_a_metric(tmp_path):
     handler = job(scheduler=Recorded)
     handler.set_val_loader(Points(9), 2)
     handler.train(2)
     assert [*handler.scheduler.values] == handler.val_losses != handler.train_losses
-    alone = job(scheduler=Recorded)
-    alone.train(2)
-    assert [*alone.scheduler.values] == alone.train_losses
     handler.save(tmp_path / "a.pt")
     handler = job(scheduler=lambda o: (Recorded(o, mode="max"), "train_accuracy"))
     handler.load(tmp_path / "a.pt")
     handler.train(4)
     assert [*handler.scheduler.values[2:]] == handler.train_metrics["accuracy"][2:]
     assert torch.tensor(handler.val_losses).isnan().tolist() == [False, False, True, True]
-    unknown = job(scheduler=lambda o: (Recorded(o), "val_acc"))
-    with pytest.raises(ValueError, match="cannot watch 'val_acc': use one of train_accuracy"):
-        unknown.train(1)
-    assert unknown.step == 0
 
 
 def test_a_state_that_cannot_be_saved_is_an_error_before_the_first_step(tmp_path):
@@ -203,17 +145,10 @@ def test_new_settings_of_the_optimizer_are_kept_or_a_warning_names_them(tmp_path
     handler.load(tmp_path / "a.pt", keep=("lr",))  # pytest makes a warning an error
     assert handler.optimizer.param_groups[0]["lr"] == 0.01
     assert handler.optimizer.param_groups[0]["momentum"] == 0.9
-    step = torch.optim.lr_scheduler.StepLR
-    with pytest.raises(ValueError, match="the scheduler sets it: after the load, multiply each"):
-        job(scheduler=lambda o: step(o, 3)).load(tmp_path / "a.pt", keep=("lr",))
-    job(lr=3.0, scheduler=lambda o: step(o, 3)).save(tmp_path / "scheduled.pt")
-    with pytest.warns(UserWarning, match="To keep yours, after the load, multiply each"):
-        job(lr=0.01, scheduler=lambda o: step(o, 3)).load(tmp_path / "scheduled.pt")
 
 
-def test_hooks_may_replace_the_data_set_eval_mode_and_run_before_validation(tmp_path):
-    """So does a run that is resumed in the second epoch."""
-    calls, modes = [], []
+def test_hooks_may_replace_the_data_and_set_eval_mode():
+    modes = []
 
     class Hooks(Callback):
         def on_epoch_start(self):
@@ -223,17 +158,8 @@ def test_hooks_may_replace_the_data_set_eval_mode_and_run_before_validation(tmp_
         def on_step_end(self):
             modes.append([part.training for part in self.handler.module[:2]])
 
-        def on_validation_start(self):
-            calls.append((self.handler.step, len(self.handler.val_losses)))
-
-    handler = job(20, 2, callbacks=[Hooks(), Checkpoint(tmp_path, None, every_steps=3)])
-    handler.set_val_loader(Points(9), 3)
-    handler.train(2)
-    assert calls == [(2, 0), (5, 1)] and modes == [[False, True]] * 5
-    resumed = job(20, 2, callbacks=[Hooks()])
-    resumed.load(tmp_path / "step_000000003.pt")
-    resumed.train(2)
-    assert resumed.train_losses == handler.train_losses
+    job(20, 2, callbacks=[Hooks()]).train(2)
+    assert modes == [[False, True]] * 5
 
 
 def test_parameters_that_are_frozen_meanwhile_are_an_error_before_the_next_step(tmp_path):
@@ -279,24 +205,3 @@ def test_at_another_world_size_a_schedule_that_counts_steps_is_a_warning(tmp_pat
     handler = make()
     with pytest.warns(UserWarning, match="saved by 2 ranks, and 1 ranks take another number"):
         handler.load(tmp_path / "a.pt")
-
-
-class Output(OrderedDict):
-    """Like the outputs of Hugging Face: a dict with attributes, whose `update` raises an error."""
-
-    logits = property(lambda self: self["logits"])
-    update = None
-
-
-@dataclass(frozen=True)
-class Plain:
-    logits: torch.Tensor
-
-
-def test_outputs_keep_their_class():
-    logits = torch.ones(2, requires_grad=True)
-    output = Output()
-    output["logits"], output["parts"] = logits, [logits, "text"]
-    for value in (output, Plain(logits)):
-        moved = move(value, torch.device("cpu"))
-        assert type(moved) is type(value) and moved.logits is logits

@@ -1,15 +1,9 @@
-"""Each rank gets its own samples, starting anywhere in an epoch.
-
-Loaders draw nothing from the global generators.
-"""
+"""Each rank gets its own samples, starting anywhere in an epoch."""
 
 import os
-import random
 import signal
 import sys
-import threading
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -19,7 +13,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     TensorDataset,
 )
@@ -28,19 +21,6 @@ from ddp_ref.data import TrainSampler, eval_loader, in_steps, train_loader
 
 SIZES = st.integers(1, 40)
 WORLDS = st.integers(1, 6)
-
-
-class Noisy(torch.utils.data.Dataset):
-    """Items of an index and three random numbers, from the three generators of augmentations."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return torch.tensor([index, torch.rand(()), random.random(), np.random.rand()])
 
 
 def samplers(size, world_size, **options):
@@ -78,75 +58,22 @@ def test_a_resume_at_any_world_size_gives_each_unseen_sample_once(size, before, 
         assert rest == [part[steps * batch :] for part in whole]
 
 
-def images(kind=TensorDataset):
-    pixels = torch.arange(10 * 24.0).reshape(10, 2, 3, 4)
-    return kind(pixels.to(memory_format=torch.channels_last), torch.arange(10))
-
-
 class Doubled(TensorDataset):
     def __getitem__(self, index):
         return [2 * part for part in super().__getitem__(index)]
 
 
-class Named(TensorDataset):
-    """A subclass that looks up its rows as TensorDataset does."""
-
-
-class DoubledTogether(TensorDataset):
-    """Its `__getitems__`, which torch's own fetcher calls, gives other items."""
-
-    def __getitems__(self, indices):
-        return [tuple(part * 2 for part in self[index]) for index in indices]
-
-
-@pytest.mark.parametrize(
-    "data", [images(), images(Named), images(Doubled), images(DoubledTogether)]
-)
-def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(data):
+@pytest.mark.parametrize("kind", [TensorDataset, Doubled])
+def test_rows_looked_up_together_equal_rows_looked_up_one_by_one(kind):
+    data = kind(torch.arange(20.0).reshape(10, 2), torch.arange(10))
     ours = train_loader(data, 3, rank=0, world_size=1, shuffle=False)
     theirs = DataLoader(data, 3)
     for batch, expected in zip(ours, theirs, strict=True):
         assert type(batch) is type(expected)
         for part, other in zip(batch, expected, strict=True):
-            assert part.stride() == other.stride()
             torch.testing.assert_close(part, other, rtol=0, atol=0)
             part.zero_()  # must not change the data set
     assert data[2][0].any()
-
-
-def test_a_tensor_data_set_is_read_a_batch_at_a_time():
-    data, looked_up = images(), []
-    loader = train_loader(data, 5, rank=0, world_size=1)
-    reads = torch.Tensor.__getitem__
-    torch.Tensor.__getitem__ = lambda self, rows: looked_up.append(rows) or reads(self, rows)
-    try:
-        assert len(list(loader)) == 2
-    finally:
-        torch.Tensor.__getitem__ = reads
-    assert sum(isinstance(rows, torch.Tensor) for rows in looked_up) == 2 * 2
-
-
-def test_loading_leaves_the_global_generators_alone():
-    def draw():
-        return torch.rand(()).item(), random.random(), np.random.rand()
-
-    torch.manual_seed(0), random.seed(0), np.random.seed(0)
-    expected = draw()
-    for data, options in ((range(4), {}), (Noisy(4), {"num_workers": 1})):
-        torch.manual_seed(0), random.seed(0), np.random.seed(0)
-        list(train_loader(data, 2, rank=0, world_size=1, **options))
-        list(eval_loader(range(4), 2, rank=0, world_size=1, **options))
-        assert draw() == expected
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(5))
-
-
-class Unsized(torch.utils.data.Dataset):
-    def __getitem__(self, index):
-        return index
 
 
 def test_a_callers_own_sampler_is_used_if_it_is_rank_aware():
@@ -165,30 +92,16 @@ def test_a_callers_own_sampler_is_used_if_it_is_rank_aware():
 
 
 @pytest.mark.parametrize(
-    ("loader", "dataset", "batch_size", "options", "text"),
+    ("loader", "dataset", "options", "text"),
     [
-        (train_loader, [], 1, {}, "the training set is empty"),
-        (train_loader, Unsized(), 1, {}, "add __len__ to Unsized"),
-        (train_loader, DataLoader(range(3)), 0, {}, "an integer of at least 1, not 0"),
-        (eval_loader, Stream(), 1, {}, "an IterableDataset cannot be evaluated"),
-        (eval_loader, range(3), 1, {"sampler": range(2), "drop_last": True}, "sampler, drop_last"),
-        (eval_loader, DataLoader(range(2), batch_sampler=[[0, 1]]), 8, {}, "but a list may not"),
-        (train_loader, range(3), 1, {"in_order": False}, "in_order=False would mix up the order"),
+        (eval_loader, range(3), {"sampler": range(2), "drop_last": True}, "sampler, drop_last"),
+        (eval_loader, DataLoader(range(2), batch_sampler=[[0, 1]]), {}, "but a list may not"),
+        (train_loader, range(3), {"in_order": False}, "in_order=False would mix up the order"),
     ],
 )
-def test_what_cannot_be_loaded_exactly_is_rejected(loader, dataset, batch_size, options, text):
+def test_what_cannot_be_loaded_exactly_is_rejected(loader, dataset, options, text):
     with pytest.raises(ValueError, match=text):
-        loader(dataset, batch_size, rank=0, world_size=1, **options)
-
-
-def test_an_existing_loader_with_workers_may_be_used_without_them():
-    options = {"persistent_workers": True, "timeout": 5, "prefetch_factor": 3}
-    context = {"multiprocessing_context": "fork"}
-    existing = DataLoader(range(6), 4, num_workers=2, **options, **context)
-    assert len(list(train_loader(existing, num_workers=0, rank=0, world_size=1))) == 2
-    kept = train_loader(existing, num_workers=1, rank=0, world_size=1)
-    assert {name: getattr(kept, name) for name in options} == options
-    assert kept.multiprocessing_context.get_start_method() == "fork"
+        loader(dataset, 1, rank=0, world_size=1, **options)
 
 
 WORKERS = """
@@ -203,11 +116,7 @@ class Slow:
         time.sleep(0.05 if index < 100 else 1000)  # at work when the rank dies
         return index
 
-def init(worker):
-    Path(f"init-{worker}").touch()
-
-loader = train_loader(Slow(), 1, rank=0, world_size=1, num_workers=2, worker_init_fn=init,
-                      shuffle=False)
+loader = train_loader(Slow(), 1, rank=0, world_size=1, num_workers=2, shuffle=False)
 for step, batch in enumerate(loader):
     Path("step").write_text(str(step))
 """
@@ -228,7 +137,6 @@ def test_workers_leave_signals_to_their_rank_and_die_with_it(tmp_path):
             os.kill(worker, signal.SIGUSR1)
         signalled = step()
         wait_until(lambda: step() > signalled + 6)  # more than the workers had prefetched
-        assert {path.name for path in tmp_path.glob("init-*")} == {"init-0", "init-1"}
         wait_until(lambda: step() == 99)
         processes = [psutil.Process(worker) for worker in workers()]
         assert len(processes) == 2  # no worker was replaced
@@ -238,33 +146,24 @@ def test_workers_leave_signals_to_their_rank_and_die_with_it(tmp_path):
 
 
 ENDING = """
-import sys, time, torch.multiprocessing
+import sys, time
 from ddp_ref.data import train_loader
 
 class Items(list):
     def __getitem__(self, index):
         return sum(range(10**13))  # C code, during which Python runs no signal handler
 
-def rank(number=0):
-    global batches
-    loader = train_loader(Items([1.0] * 50), 2, rank=0, world_size=1, num_workers=1)
-    batches = iter(loader)
-    time.sleep(1)
-    sys.exit(143)
-
-if __name__ == "__main__":
-    torch.multiprocessing.spawn(rank) if sys.argv[1] == "spawned" else rank()
+batches = iter(train_loader(Items([1.0] * 50), 2, rank=0, world_size=1, num_workers=1))
+time.sleep(1)
+sys.exit(143)
 """
 
 
-@pytest.mark.parametrize("started", ["alone", "spawned"])
-def test_leftover_workers_do_not_keep_their_rank_from_exiting(tmp_path, started):
+def test_leftover_workers_do_not_keep_their_rank_from_exiting(tmp_path):
     """Workers ignore SIGTERM, but they end when the rank exits, and its exit code is unchanged."""
     (tmp_path / "script.py").write_text(ENDING)
-    ended = run(sys.executable, "script.py", started, cwd=tmp_path, timeout=60)
-    code, text = (143, "") if started == "alone" else (1, "terminated with exit code 143")
-    assert ended.code == code and text in ended.stderr, ended.stderr
-    assert "killed by signal" not in ended.stderr
+    ended = run(sys.executable, "script.py", cwd=tmp_path, timeout=60)
+    assert ended.code == 143 and "killed by signal" not in ended.stderr, ended.stderr
 
 
 def test_workers_draw_other_numbers_on_each_rank_and_the_data_set_is_the_users():
@@ -274,7 +173,7 @@ def test_workers_draw_other_numbers_on_each_rank_and_the_data_set_is_the_users()
         info = torch.utils.data.get_worker_info()
         info.dataset.generator = torch.Generator().manual_seed(info.seed)
 
-    class Own(Noisy):
+    class Own(list):
         def __getitem__(self, index):
             return torch.rand((), generator=self.generator)
 
@@ -284,7 +183,7 @@ def test_workers_draw_other_numbers_on_each_rank_and_the_data_set_is_the_users()
         assert loader.dataset is data and loader.worker_init_fn is init
         return tuple(torch.cat(list(loader)).tolist())
 
-    data = Own(8)
+    data = Own([1.0] * 8)
     cases = [(0,), (1,), (0, 7)]
     assert len({number for case in cases for number in drawn(*case)}) == 3 * 4
     assert drawn(*cases[1]) == drawn(*cases[1])
@@ -297,13 +196,3 @@ def test_a_loader_that_ends_early_or_goes_on_is_an_error():
             list(in_steps(iter(range(size)), 5, 2))
     with pytest.raises(RuntimeError, match="goes on after 5 batches"):
         list(in_steps(iter(range(6)), 5, 2))
-
-
-def test_workers_may_be_started_by_another_thread():
-    """PR_SET_PDEATHSIG would kill them when that thread ends, although the rank still runs."""
-    options = {"num_workers": 1, "persistent_workers": True}
-    loader = train_loader([1.0] * 8, 2, rank=0, world_size=1, **options)
-    thread = threading.Thread(target=lambda: list(loader))
-    thread.start()
-    thread.join()
-    assert len(list(loader)) == 4

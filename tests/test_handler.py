@@ -16,9 +16,9 @@ import torch
 from harness import TESTS, run, torchrun
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
-from training_job import Points, accuracy, flat, job, network
+from training_job import Points, flat, job, network
 
-from ddp_ref import Callback, Checkpoint, Handler, run_ranks
+from ddp_ref import Callback, run_ranks
 from ddp_ref.model import move
 from ddp_ref.signals import caught_signals
 
@@ -28,6 +28,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("name", checks(SCRIPT))
+# Fresh, because torch's profiler hangs in a forked process if torch was built for CUDA.
 @pytest.mark.parametrize("launch", [on_ranks(SCRIPT, 3, fresh=True)])
 def test_on_ranks(name, launch):
     check_passes(launch, name)
@@ -100,7 +101,7 @@ def test_an_epoch_goes_on_at_another_world_size(tmp_path):
 
 
 ACTS = """
-import os, signal, sys
+import os, signal
 from training_job import job
 from ddp_ref import Callback
 
@@ -108,24 +109,17 @@ class Acts(Callback):
     def on_step_end(self):
         print(f"rank {self.handler.rank} step {self.handler.step}", flush=True)
         if self.handler.step == 7 and self.handler.rank == 1:
-            if sys.argv[1] == "raise":
-                raise KeyError("of a callback")
-            os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+            os.kill(os.getpid(), signal.SIGHUP)
 
 job(400, 2, callbacks=[Acts()], run_dir="saved").train(3)
 """
 
 
-def act(folder, how):
-    """Let rank 1 act in step 7. Return how the ranks ended, and the last step of each."""
-    (folder / "script.py").write_text(ACTS)
-    ended = run(*torchrun(2, "script.py", how), cwd=folder, env=TESTS, timeout=60)
-    assert ended.code == 1  # torchrun exits with 1, whatever its workers exit with
-    return ended, dict(re.findall(r"rank (\d) step (\d+)", ended.stdout))
-
-
 def test_a_signal_to_one_rank_saves_the_same_step_and_ends_all(tmp_path):
-    ended, last_steps = act(tmp_path, "SIGHUP")
+    (tmp_path / "script.py").write_text(ACTS)
+    ended = run(*torchrun(2, "script.py"), cwd=tmp_path, env=TESTS, timeout=60)
+    assert ended.code == 1  # torchrun exits with 1, whatever its workers exit with
+    last_steps = dict(re.findall(r"rank (\d) step (\d+)", ended.stdout))
     codes = re.findall(r"exitcode +: (-?\d+)", ended.stderr)
     assert codes and set(codes) == {"143"}, ended.stderr
     assert last_steps == {"0": "10", "1": "10"}
@@ -134,13 +128,6 @@ def test_a_signal_to_one_rank_saves_the_same_step_and_ends_all(tmp_path):
     handler = job(400, 2)
     handler.load(tmp_path / "saved")
     assert (handler.epoch, handler.step, handler.samples_seen) == (0, 10, 40)
-
-
-def test_a_rank_that_raises_ends_at_once(tmp_path):
-    """Even if the ranks sync only every ten steps. The others end when their connection closes."""
-    ended, last_steps = act(tmp_path, "raise")
-    assert "KeyError: 'of a callback'" in ended.stderr
-    assert last_steps == {"0": "7", "1": "7"}  # a peer cannot finish the next all-reduce
 
 
 def test_signals_are_caught_only_during_training(capsys):
@@ -169,92 +156,18 @@ def test_signals_are_caught_only_during_training(capsys):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def test_a_fresh_start_and_a_file_that_does_not_fit(tmp_path, capsys):
-    handler = job()
-    handler.load(tmp_path / "absent")
-    handler.load(tmp_path)
-    assert capsys.readouterr().out.count("starting from scratch") == 2 and handler.step == 0
-    handler.train(1)
-    handler.save(tmp_path / "step_7.pt")
-    lines = []
-    handler = job(log=lines.append)
-    handler.load(tmp_path)
-    assert (handler.epoch, handler.step) == (1, 7) and len(handler.train_losses) == 1
-    handler.train(1)
-    assert lines[-1] == "nothing to train: 1 of 1 epochs have ended already"
-    with pytest.raises(FileNotFoundError):
-        handler.load(tmp_path / "none.pt")
+def test_a_file_that_does_not_fit_is_an_error(tmp_path):
+    job().save(tmp_path / "a.pt")
     step = torch.optim.lr_scheduler.StepLR
-    scheduled = job(scheduler=lambda o: step(o, 1))
-    scheduled.save(tmp_path / "scheduled.pt")
-    torch.save(torch.load(tmp_path / "step_7.pt") | {"format": 2}, tmp_path / "old.pt")
-    torch.save({"epochs_run": 1}, tmp_path / "none.pt")
+    job(scheduler=lambda o: step(o, 1)).save(tmp_path / "scheduled.pt")
+    torch.save(torch.load(tmp_path / "a.pt") | {"format": 2}, tmp_path / "old.pt")
     for other, name, text in (
-        (job(seed=5), "step_7", "with seed 0, not 5"),
-        (scheduled, "step_7", r"{'optimizer': 'SGD'}, not {'optimizer': 'SGD', 'scheduler': 'Ste"),
+        (job(seed=5), "a", "with seed 0, not 5"),
         (job(scheduler=lambda o: (step(o, 1), "step")), "scheduled", "per 'epoch', not 'step'"),
-        (job(metrics={"o": accuracy}), "step_7", r"with metrics \['accuracy'\], not \['o'\]"),
         (job(), "old", r"old\.pt is from another version .* load its weights"),
-        (job(), "none", r"none\.pt has no weights, only the keys \['epochs_run'\]: pass"),
     ):
         with pytest.raises(ValueError, match=text):
             other.load(tmp_path / f"{name}.pt")
-
-
-def test_only_the_first_train_tries_to_save(tmp_path):
-    handler, saves = job(callbacks=[Checkpoint(tmp_path, None)]), []
-    save = handler.save
-    handler.save = lambda path: saves.append(path.name) or save(path)
-    for epochs in (0, 1, 2):
-        handler.train(epochs)
-    assert saves == [".before_training.pt", "step_000000007.pt", "step_000000014.pt"]
-
-
-def test_saving_leaves_the_callers_random_numbers_alone(tmp_path):
-    handler = job()
-    torch.manual_seed(3)
-    expected = torch.rand(())
-    torch.manual_seed(3)
-    handler.save(tmp_path / "a.pt")
-    assert torch.rand(()) == expected
-
-
-def test_a_stop_before_training_is_not_lost():
-    handler = job()
-    handler.stop()
-    handler.train(2)
-    assert handler.step == 0
-    handler.train(1)
-    assert handler.step == 7
-
-
-def test_unfreezing_needs_an_optimizer_with_all_parameters_from_the_start(tmp_path):
-    def make(stage, parameters):
-        model = network()
-        model[0].requires_grad_(stage == 2)
-        optimizer = torch.optim.SGD(parameters(model, stage), lr=0.1, momentum=0.9)
-        handler = Handler(model, optimizer, nn.functional.cross_entropy, device="cpu")
-        handler.set_train_loader(Points(12), 3)
-        return handler
-
-    def trainable(model, stage):
-        return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def groups(model, stage):
-        return [{"params": list(part.parameters())} for part in (model[3], model[0])[:stage]]
-
-    for wrong, numbers in ((trainable, r"\[2\], not \[4\]"), (groups, r"\[2\], not \[2, 2\]")):
-        make(1, wrong).save(tmp_path / "a.pt")
-        with pytest.raises(ValueError, match=f"groups of {numbers} parameters: to unfreeze layers"):
-            make(2, wrong).load(tmp_path / "a.pt")
-    handler = make(1, lambda model, stage: model.parameters())
-    handler.train(1)
-    assert torch.equal(handler.module[0].weight, network()[0].weight)
-    handler.save(tmp_path / "a.pt")
-    handler = make(2, lambda model, stage: model.parameters())
-    handler.load(tmp_path / "a.pt")
-    handler.train(2)
-    assert not torch.equal(handler.module[0].weight, network()[0].weight)
 
 
 def test_a_copy_to_the_cpu_is_complete_when_move_returns():
@@ -266,20 +179,13 @@ def test_a_copy_to_the_cpu_is_complete_when_move_returns():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_precision_is_that_of_the_model_alone(precision):
-    """Weights and data are float32, and the caller's own autocast has no effect."""
-
-    class Rotated(Points):
-        def __getitem__(self, index):
-            inputs, target = super().__getitem__(index)
-            assert (torch.eye(len(inputs)) @ inputs).dtype == torch.float32
-            return inputs, target
-
+    """Weights are float32, and the caller's own autocast has no effect."""
     handler, dtypes = job(precision=precision), set()
     handler.model.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
     with torch.autocast("cpu", torch.bfloat16):
         handler.train(3)
         inside = handler.predict(Points(5), 2)
-    assert torch.equal(inside, handler.predict(Rotated(5), 2))  # also with the latest weights
+    assert torch.equal(inside, handler.predict(Points(5), 2))  # also with the latest weights
     assert dtypes == {torch.float32 if precision == "fp32" else torch.bfloat16}
     assert handler.model[0].weight.dtype == torch.float32
     assert handler.train_losses[-1] < handler.train_losses[0]

@@ -137,30 +137,19 @@ def test_the_last_rung_stops_on_a_signal_and_resumes(tmp_path):
     assert "processes: 1 | device: cpu |" in alone and "nothing to train: 20 of 20" in alone
 
 
-TORCHRUN_OR_PYTHON = r"(\S+ )?error: .*(torchrun|python).*"
-
-
 @pytest.mark.parametrize(
-    ("command", "env", "message"),
+    ("script", "env", "message"),
     [
-        ("single_gpu", {"LOCAL_WORLD_SIZE": "2"}, TORCHRUN_OR_PYTHON),
-        ("multigpu_torchrun", {}, TORCHRUN_OR_PYTHON),
-        ("multinode_slurm", {"SLURM_STEP_NUM_TASKS": "2"}, TORCHRUN_OR_PYTHON),
+        ("single_gpu", {"LOCAL_WORLD_SIZE": "2"}, r"(\S+ )?error: .*(torchrun|python).*"),
         (
             "minimal_ddp",
             {"SLURM_STEP_NUM_TASKS": "2"},
             "srun does not set RANK: start with torchrun.*",
         ),
-        (
-            "minimal_ddp",
-            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            "RANK is set, but not LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*",
-        ),
     ],
 )
-def test_a_wrong_launch_is_one_line(tmp_path, command, env, message):
-    script, *flags = command.split()
-    ended = run(sys.executable, SCRIPTS / f"{script}.py", *flags, cwd=tmp_path, env=env)
+def test_a_wrong_launch_is_one_line(tmp_path, script, env, message):
+    ended = run(sys.executable, SCRIPTS / f"{script}.py", cwd=tmp_path, env=env)
     assert ended.code in (1, 2) and ended.stdout == ""
     assert re.fullmatch(f"{message}\n", ended.stderr), ended.stderr
 

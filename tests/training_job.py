@@ -39,17 +39,7 @@ def accuracy(outputs, targets):
     return (outputs.argmax(1) == targets).double().mean()
 
 
-def job(
-    size=20,
-    batch_size=3,
-    *,
-    model=None,
-    noise=0.0,
-    lr=0.1,
-    fused=None,
-    loader=None,
-    **options,
-):
+def job(size=20, batch_size=3, *, model=None, lr=0.1, fused=None, loader=None, **options):
     """Return a Handler on the CPU with a training set. `loader` has options of its DataLoader."""
     torch.set_num_threads(1)
     model = network() if model is None else model
@@ -58,8 +48,7 @@ def job(
     if callable(scheduler := options.get("scheduler")):
         options["scheduler"] = scheduler(optimizer)
     handler = Handler(model, optimizer, nn.functional.cross_entropy, **options)
-    dtype = next(model.parameters()).dtype
-    data = Points(size, noise, dtype)
+    data = Points(size, dtype=next(model.parameters()).dtype)
     handler.set_train_loader(data, batch_size, **(loader or {}))
     return handler
 
