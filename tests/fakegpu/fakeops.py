@@ -6,7 +6,6 @@ as CPU tensors, calls the operator on these and copies what it returns to new CU
 Allocation, views and reading one number (SKIP) remain torch's own, over the fake runtime.
 
 torch._fake_counts() returns the counters of libfakecuda.so, by name.
-torch._fake_operators is the number of operators replaced.
 """
 
 import ctypes
@@ -42,8 +41,6 @@ def counts():
 
 def host(tensor):
     """Return a CPU tensor over the memory of a CUDA tensor."""
-    if tensor.layout is not torch.strided:
-        return tensor
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     if size == 0 or (tensor.numel() == 0 and size < tensor.element_size()):
@@ -52,10 +49,6 @@ def host(tensor):
     whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     out = torch.empty(0, dtype=tensor.dtype)
     out.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
-    if tensor.is_neg():
-        out = torch._neg_view(out)
-    if tensor.is_conj():
-        out = torch._conj(out)
     return out
 
 
@@ -134,7 +127,7 @@ def on_cpu(op):
 
         # An operator may resize its output: the CPU tensor then has memory of its own
         for x, h in pairs:
-            if h.shape != x.shape and h.layout is torch.strided:
+            if h.shape != x.shape:
                 x.resize_(h.shape)
                 dense = h.contiguous()
                 if dense.numel():
@@ -176,8 +169,7 @@ def attention_choice(*args, **kwargs):
 
 
 def replace_kernels(library):
-    """Replace the CUDA kernel of each operator by that of `on_cpu`; return the number replaced."""
-    replaced = 0
+    """Replace the CUDA kernel of each operator by that of `on_cpu`."""
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full_name.partition("::")
         if namespace != "aten" or name in SKIP:
@@ -196,15 +188,13 @@ def replace_kernels(library):
             library.impl(name, on_cpu(op), "CUDA", allow_override=True)
         except (AttributeError, RuntimeError):
             continue
-        replaced += 1
     library.impl("copy_", copy_, "CUDA", allow_override=True)
-    return replaced
 
 
 library = torch.library.Library("aten", "IMPL")  # its kernels live as long as it does
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # a warning for each replaced kernel
-    torch._fake_operators = replace_kernels(library)
+    replace_kernels(library)
 torch._fake_counts = counts
 # The libraries' kernels have no CPU version. Without them, attention uses operators that have one.
 # The flags matter for attention: torch chooses in C++, without asking the operator above.
