@@ -13,9 +13,9 @@ A forked process differs from a fresh one in these ways:
 - The umask is pytest's, and a command that does not start a new session stays in pytest's.
 
 A process that a fork cannot imitate starts as a fresh interpreter. That is so for a command with
-interpreter options other than `-u`, for an environment that changes a variable that Python or a
-library reads when it starts (READ_AT_START), and for `Running(..., fresh=True)` of harness.py. On
-systems other than Linux, every process starts fresh.
+interpreter options other than `-u`, for one that buffers its output, for an environment that
+changes a variable that Python or a library reads when it starts (READ_AT_START), and for
+`Running(..., fresh=True)` of harness.py. On systems other than Linux, every process starts fresh.
 """
 
 import atexit
@@ -23,7 +23,6 @@ import ctypes
 import gc
 import importlib
 import inspect
-import io
 import itertools
 import os
 import pickle
@@ -131,8 +130,11 @@ class Template:
         """Return whether a fork would behave like a fresh process that is started like this."""
         what, *_ = [*without_u(start.arguments), "a shell"]
         known = what in ("-c", "-m") or (what[-3:] == ".py" and Path(start.folder, what).is_file())
+        unbuffered = "-u" in start.arguments[:1] or start.environment.get("PYTHONUNBUFFERED")
         same = _read_at_start(start.environment) == self.read_at_start
-        return known and same and Path(start.folder).is_dir() and FRESH not in start.environment
+        if not (known and unbuffered and same):
+            return False
+        return Path(start.folder).is_dir() and FRESH not in start.environment
 
 
 def without_u(arguments: list[str]) -> list[str]:
@@ -204,6 +206,7 @@ def install() -> None:
     if sys.platform != "linux" or FRESH in os.environ:
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    os.environ["PYTHONUNBUFFERED"] = "1"  # a fork has the template's streams
     environment = os.environ | {SPACE: "", "OMP_NUM_THREADS": "1"}
     process = _FreshPopen(
         [sys.executable, __file__, str(theirs.fileno()), SPACE[:4096]],
@@ -219,8 +222,6 @@ def uninstall() -> None:
     """Undo `install`, and wait until the template has exited."""
     global _template
     if _template is not None and _template.process is not None:
-        subprocess.Popen = _FreshPopen  # type: ignore[misc]
-        util.spawnv_passfds = _fresh_spawn
         _template.connection.close()
         _template.process.wait()
         _template = None
@@ -333,7 +334,6 @@ def become(start: Start, paths: list[str]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(start.folder)
     multiprocessing_process.ORIGINAL_DIR = start.folder  # type: ignore[attr-defined]
-    _open_streams(start.arguments[0] == "-u" or bool(os.environ.get("PYTHONUNBUFFERED")))
     added = [path for path in start.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(Path(start.folder, path)) for path in added] + paths
     importlib.invalidate_caches()
@@ -344,23 +344,6 @@ def become(start: Start, paths: list[str]) -> None:
     torch.default_generator.seed()
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     torch.set_num_threads(int(threads) if threads else len(os.sched_getaffinity(0)))
-
-
-def _open_streams(unbuffered: bool) -> None:
-    """Open standard input, output and error as Python does when it starts."""
-    for number, name in enumerate(["stdin", "stdout", "stderr"]):
-        default = getattr(sys, f"__{name}__")
-        mode, size = ("rb", -1) if number == 0 else ("wb", 0 if unbuffered else -1)
-        binary = open(number, mode, size, closefd=False)  # noqa: SIM115 - stays open
-        stream = io.TextIOWrapper(
-            binary,
-            default.encoding,
-            default.errors,
-            line_buffering=number == 2 or binary.isatty(),
-            write_through=unbuffered and number > 0,
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
 
 
 def run(arguments: list[str]) -> None:
