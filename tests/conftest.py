@@ -46,11 +46,6 @@ def cluster():
         yield up
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        """Turn off http.server's log line per request."""
-
-
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
     """Build the site (warnings are errors), serve it, and return its pages, address and folder."""
@@ -58,7 +53,8 @@ def site(tmp_path_factory):
     built = run("make", "-C", ROOT, "docs", f"SITE={folder}", cwd=folder.parent)
     assert built.code == 0, built.stderr
     pages = sorted(str(page.relative_to(folder)) for page in folder.rglob("*.html"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder)) as server:
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield pages, f"http://127.0.0.1:{server.server_port}", folder
         server.shutdown()

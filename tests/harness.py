@@ -151,12 +151,12 @@ def without_gloo(text: str) -> str:
     return re.sub(theirs, "", text, flags=re.MULTILINE)
 
 
-def marked(mark: str) -> list[psutil.Process]:
+def marked(mark: str, variable: str = MARK) -> list[psutil.Process]:
     """Return every live process that has inherited `mark`."""
     processes = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if process.environ().get(MARK) == mark and process.status() != "zombie":
+            if process.environ().get(variable) == mark and process.status() != "zombie":
                 processes.append(process)
     return processes
 

@@ -105,12 +105,12 @@ class Job:
             time.sleep(0.1)
         return fields
 
-    def wait_for(self, text: str, timeout: float = 240, times: int = 1) -> None:
-        """Wait until the log contains `text` at least `times` times."""
+    def wait_for(self, text: str, timeout: float = 240) -> None:
+        """Wait until the log contains `text`."""
         deadline = time.monotonic() + timeout
-        while self.text().count(text) < times:
+        while text not in self.text():
             state = self.fields()["JobState"]
-            over = state in END_STATES and self.text().count(text) < times
+            over = state in END_STATES and text not in self.text()
             assert not over and time.monotonic() < deadline, f"{state}, no {text!r}:\n{self.text()}"
             time.sleep(0.05)
 

@@ -34,19 +34,11 @@ def test_a_step_on_the_second_host_only(cluster, tmp_path):
     check_ended(ended, tmp_path, world_size=2)
 
 
-@pytest.mark.parametrize("how", ["sbatch", "shell"])
-def test_without_srun_it_is_one_process(cluster, how, tmp_path):
-    """SLURM_NTASKS is 4, but nothing has started four processes: salloc opens a shell on node1."""
+def test_without_srun_it_is_one_process(cluster, tmp_path):
+    """SLURM_NTASKS is 4, but nothing has started four processes."""
     job = shlex.join(map(str, JOB))
-    command = ["sbatch", "--wait", *TWO_HOSTS, f"--wrap={job}"]
-    if how == "shell":
-        typed = shlex.quote(f"cd {tmp_path}; {job}; hostname; exit")
-        shell = shlex.join(["script", "-qec", shlex.join(["salloc", *TWO_HOSTS]), "/dev/null"])
-        # salloc opens $SHELL. A terminal sets it, but CI may not.
-        command = ["env", "SHELL=/bin/bash", "bash", "-c", f"echo {typed} | {shell}"]
-    ended = cluster.run(*command, cwd=tmp_path)
+    ended = cluster.run("sbatch", "--wait", *TWO_HOSTS, f"--wrap={job}", cwd=tmp_path)
     check_ended(ended, tmp_path, world_size=1)
-    assert ("\nnode1" in ended.stdout) == (how == "shell")
 
 
 @pytest.mark.parametrize(
@@ -92,12 +84,3 @@ def test_template_on_hosts_whose_names_resolve_to_localhost(cluster, tmp_path):
         fields = batch.wait_until("COMPLETED", "FAILED")
         assert fields["ExitCode"] == "0:0", batch.text()
     assert_close(weights(folder), trained_here("train_reference", EPOCHS, batch_size=128))
-
-
-def test_a_template_without_gpus_in_its_header(cluster, tmp_path):
-    folder = project_folder(tmp_path / "project")
-    before = "#SBATCH --gpus-per-node=2\n"
-    template = edited(folder, "single_node_multiple_gpu_slurm_job.sh", before, "")
-    with Job(cluster, template, cwd=folder) as batch:
-        assert batch.wait_until("COMPLETED", "FAILED")["JobState"] == "FAILED", batch.text()
-        assert "request GPUs in the header" in batch.text()

@@ -101,7 +101,8 @@ def answer(connection: socket.socket) -> None:
         request, streams, _, _ = socket.recv_fds(connection, MESSAGE_SIZE, 3)
         theirs, arguments, environment, folder, ignored = pickle.loads(request)
         start = warm_start.Start(arguments, environment, folder, False, [0, 1, 2], ignored)
-        pid = warm_start.fork(start, streams) if theirs == namespaces() else None
+        template = warm_start._template
+        pid = template.start(start, streams) if template and theirs == namespaces() else None
         for stream in streams:
             os.close(stream)
         connection.send(str(pid or 0).encode())

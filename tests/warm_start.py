@@ -13,9 +13,9 @@ A forked process differs from a fresh one in these ways:
 - The umask is pytest's, and a command that does not start a new session stays in pytest's.
 
 A process that a fork cannot imitate starts as a fresh interpreter. That is so for a command with
-other interpreter options (`-W`, `-X`), for an environment that changes a variable that Python or a
-library reads when it starts (READ_AT_START), and for `Running(..., fresh=True)` of harness.py. On
-systems other than Linux, every process starts fresh.
+interpreter options other than `-u`, for one that buffers its output, for an environment that
+changes a variable that Python or a library reads when it starts (READ_AT_START), and for
+`Running(..., fresh=True)` of harness.py. On systems other than Linux, every process starts fresh.
 """
 
 import atexit
@@ -23,7 +23,6 @@ import ctypes
 import gc
 import importlib
 import inspect
-import io
 import itertools
 import os
 import pickle
@@ -38,7 +37,6 @@ import threading
 import time
 import types
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from importlib.machinery import SourceFileLoader
 from multiprocessing import process as multiprocessing_process, util
@@ -53,7 +51,8 @@ PRELOADED += ("torch._dynamo",)  # a second of CPU time, for the first optimizer
 
 # Prefixes of variables that are read only when a process starts. HANDLED: a fork imitates these.
 READ_AT_START = ("PYTHON", "TORCH_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "OPENBLAS_")
-HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONIOENCODING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+HANDLED |= {"PYTHONIOENCODING"}  # run_ranks sets it to what every process here has: utf-8
 HANDLED |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}  # torchrun reads it when it makes a store
 HANDLED |= {"TORCH_CPP_LOG_LEVEL"}  # a fork keeps the template's: that is only about warnings
 HANDLED |= {"PYTHON"}  # only the Makefile reads it
@@ -129,20 +128,18 @@ class Template:
 
     def can_fork(self, start: Start) -> bool:
         """Return whether a fork would behave like a fresh process that is started like this."""
-        match without_options(start.arguments):
-            case ["-c" | "-m", _, *_]:
-                known = True
-            case [script, *_]:
-                known = script.endswith(".py") and Path(start.folder, script).is_file()
-            case _:
-                known = False
+        what, *_ = [*without_u(start.arguments), "a shell"]
+        known = what in ("-c", "-m") or (what[-3:] == ".py" and Path(start.folder, what).is_file())
+        unbuffered = "-u" in start.arguments[:1] or start.environment.get("PYTHONUNBUFFERED")
         same = _read_at_start(start.environment) == self.read_at_start
-        return known and same and Path(start.folder).is_dir() and FRESH not in start.environment
+        if not (known and unbuffered and same):
+            return False
+        return Path(start.folder).is_dir() and FRESH not in start.environment
 
 
-def without_options(arguments: list[str]) -> list[str]:
-    """Drop the leading interpreter options that a fork can imitate (`-u`) or ignore (`-B`)."""
-    return list(itertools.dropwhile(("-u", "-B").__contains__, arguments))
+def without_u(arguments: list[str]) -> list[str]:
+    """Drop the interpreter option `-u`, which a fork imitates."""
+    return arguments[1:] if arguments[:1] == ["-u"] else arguments
 
 
 def _read_at_start(environment: dict[str, str]) -> dict[str, str]:
@@ -172,13 +169,11 @@ class Popen(_FreshPopen):
 def _fork(template: Template, given: dict[str, Any]) -> int | None:
     """Fork the process that Popen's arguments describe. Return its pid; None: start it fresh."""
     command = given["args"]
-    unusual = (given["shell"], given["preexec_fn"], not given["close_fds"], given["umask"] + 1)
-    other_user = any(given[name] is not None for name in ("uid", "gid", "gids"))
-    other_group = given["process_group"] != -1
-    if any(unusual) or other_user or other_group or isinstance(command, str | bytes | os.PathLike):
+    unusual = given["shell"] or given["preexec_fn"] or not given["close_fds"]
+    if unusual or isinstance(command, str | bytes | os.PathLike):
         return None
     executable, *arguments = map(os.fsdecode, command)
-    if given["executable"] not in (None, command[0]) or executable != sys.executable:
+    if executable != sys.executable:
         return None
     streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
     streams = [number if other == -1 else other for number, other in enumerate(streams)]
@@ -206,16 +201,12 @@ def _spawn(path: Any, command: list[Any], descriptors: Any) -> int:
     return _fresh_spawn(path, command, descriptors)
 
 
-def fork(start: Start, descriptors: list[int]) -> int | None:
-    """Fork a process that warm_shell.py was asked for. Return its pid; None: start it fresh."""
-    return None if _template is None else _template.start(start, descriptors)
-
-
 def install() -> None:
     """Make this process, and those that it starts, fork new processes wherever they can."""
     if sys.platform != "linux" or FRESH in os.environ:
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    os.environ["PYTHONUNBUFFERED"] = "1"  # a fork has the template's streams
     environment = os.environ | {SPACE: "", "OMP_NUM_THREADS": "1"}
     process = _FreshPopen(
         [sys.executable, __file__, str(theirs.fileno()), SPACE[:4096]],
@@ -231,8 +222,6 @@ def uninstall() -> None:
     """Undo `install`, and wait until the template has exited."""
     global _template
     if _template is not None and _template.process is not None:
-        subprocess.Popen = _FreshPopen  # type: ignore[misc]
-        util.spawnv_passfds = _fresh_spawn
         _template.connection.close()
         _template.process.wait()
         _template = None
@@ -257,8 +246,7 @@ def main() -> None:
     ours = os.environ.pop("PYTHONPATH", "").split(os.pathsep)  # torch may be in one of them
     paths = [path for path in sys.path[1:] if path not in ours]  # each fork adds its own
     for name in PRELOADED:
-        with suppress(ImportError):  # the test that needs the module reports it
-            importlib.import_module(name)
+        importlib.import_module(name)
     # With this callback of torch._dynamo, an uncaught KeyboardInterrupt exits with 1, not with 130.
     atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)  # type: ignore[attr-defined]
     sys.modules.pop("torch.distributed.run", None)  # `python -m` loads it again
@@ -346,8 +334,6 @@ def become(start: Start, paths: list[str]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(start.folder)
     multiprocessing_process.ORIGINAL_DIR = start.folder  # type: ignore[attr-defined]
-    options = start.arguments[: -len(without_options(start.arguments))]
-    _open_streams("-u" in options or bool(os.environ.get("PYTHONUNBUFFERED")))
     added = [path for path in start.environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [str(Path(start.folder, path)) for path in added] + paths
     importlib.invalidate_caches()
@@ -360,27 +346,9 @@ def become(start: Start, paths: list[str]) -> None:
     torch.set_num_threads(int(threads) if threads else len(os.sched_getaffinity(0)))
 
 
-def _open_streams(unbuffered: bool) -> None:
-    """Open standard input, output and error as Python does when it starts."""
-    encoding, _, errors = os.environ.get("PYTHONIOENCODING", "").partition(":")
-    for number, name in enumerate(["stdin", "stdout", "stderr"]):
-        default = getattr(sys, f"__{name}__")
-        mode, size = ("rb", -1) if number == 0 else ("wb", 0 if unbuffered else -1)
-        binary = open(number, mode, size, closefd=False)  # noqa: SIM115 - stays open
-        stream = io.TextIOWrapper(
-            binary,
-            encoding or default.encoding,
-            "backslashreplace" if number == 2 else errors or default.errors,
-            line_buffering=number == 2 or binary.isatty(),
-            write_through=unbuffered and number > 0,
-        )
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-
-
 def run(arguments: list[str]) -> None:
     """Run a script, `-m module` or `-c code` as the interpreter's command line does."""
-    arguments = without_options(arguments)
+    arguments = without_u(arguments)
     sys.modules.pop("sitecustomize", None)
     site.execsitecustomize()  # PYTHONPATH may lead to one
     main = types.ModuleType("__main__")

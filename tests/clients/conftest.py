@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 
-IN_PLACE = Path(sys.prefix).name.endswith("-clients")
-collect_ignore_glob = [] if IN_PLACE else ["test_*.py"]
-
-
-def pytest_report_header():
-    """Say what to do if somebody runs pytest on this folder in the wrong environment."""
-    return None if IN_PLACE else "clients: left out here, run `make test-clients`"
+collect_ignore_glob = [] if Path(sys.prefix).name.endswith("-clients") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,4 +21,3 @@ def quiet(monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")

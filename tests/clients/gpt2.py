@@ -49,9 +49,7 @@ def train(epochs=4):
     torch.manual_seed(0)
     model = new_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8 * epochs)
-    options = {"accumulate": 2, "precision": "bf16", "scheduler": (schedule, "step")}
-    handler = new_handler(model, optimizer, **options)
+    handler = new_handler(model, optimizer, accumulate=2)
     handler.set_train_loader(texts(256), batch_size=8, collate_fn=collate)
     handler.set_val_loader(texts(53, seed=1), batch_size=8, collate_fn=collate)
     handler.train(epochs)

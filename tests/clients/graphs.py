@@ -4,7 +4,6 @@ import sys
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCNConv, global_mean_pool
@@ -12,15 +11,11 @@ from torch_geometric.nn import GCNConv, global_mean_pool
 from ddp_ref import Handler, cleanup_ddp
 
 
-class Graphs(Dataset):
-    """Paths (class 0) and rings (class 1) of 4 to 9 nodes, with a little noise on the features."""
-
-    def __init__(self, size, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        self.graphs = [self._make(number, generator) for number in range(size)]
-
-    @staticmethod
-    def _make(number, generator):
+def graphs(size, seed=0):
+    """Return paths (class 0) and rings (class 1) of 4 to 9 nodes, with noise on the features."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for number in range(size):
         nodes, ring = 4 + number % 6, number % 2
         start = torch.arange(nodes if ring else nodes - 1)
         edges = torch.stack([start, (start + 1) % nodes])
@@ -28,13 +23,8 @@ class Graphs(Dataset):
         degree = torch.bincount(edges[0], minlength=nodes).float()
         noise = 0.1 * torch.randn(nodes, 2, generator=generator)
         x = torch.stack([degree, torch.ones(nodes)], dim=1) + noise
-        return Data(x=x, edge_index=edges, y=torch.tensor([ring]))
-
-    def __len__(self):
-        return len(self.graphs)
-
-    def __getitem__(self, index):
-        return self.graphs[index]
+        made.append(Data(x=x, edge_index=edges, y=torch.tensor([ring])))
+    return made
 
 
 class GCN(nn.Module):
@@ -57,7 +47,7 @@ def accuracy(outputs, targets):
     return (outputs.argmax(1) == targets).double().mean()
 
 
-def train(folder, epochs, callbacks=()):
+def train(folder, epochs):
     torch.manual_seed(0)
     model = GCN()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
@@ -67,11 +57,10 @@ def train(folder, epochs, callbacks=()):
         nn.functional.cross_entropy,
         forward=forward,
         metrics={"accuracy": accuracy},
-        callbacks=callbacks,
         run_dir=folder,
     )
-    handler.set_train_loader(DataLoader(Graphs(101), batch_size=8, shuffle=True, num_workers=1))
-    handler.set_val_loader(DataLoader(Graphs(31, seed=1), batch_size=8))
+    handler.set_train_loader(DataLoader(graphs(101), batch_size=8, shuffle=True, num_workers=1))
+    handler.set_val_loader(DataLoader(graphs(31, seed=1), batch_size=8))
     handler.load(folder)
     handler.train(epochs)
     return handler

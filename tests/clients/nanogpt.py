@@ -3,7 +3,6 @@
 torchrun --standalone --nproc-per-node=2 nanogpt.py 60
 """
 
-import math
 import sys
 from contextlib import nullcontext
 from pydoc_data.topics import topics
@@ -17,7 +16,7 @@ from ddp_ref import cleanup_ddp, initialize_ddp, on_rank, reduce_mean, seed_ever
 
 # Sequences per rank and microbatch, tokens per sequence, microbatches per step over all ranks.
 BATCH, BLOCK, MICRO_STEPS = 8, 32, 4
-EVERY, EVAL_BATCHES, RATE, WARMUP = 20, 8, 3e-3, 10
+EVERY, EVAL_BATCHES, RATE = 20, 8, 3e-3
 
 text = "\n".join(topics[name] for name in sorted(topics))
 vocabulary = sorted(set(text))
@@ -44,12 +43,6 @@ def get_batch(split, device):
     starts = torch.randint(len(data[split]) - BLOCK, (BATCH,)).tolist()
     rows = torch.stack([data[split][start : start + BLOCK + 1] for start in starts])
     return rows[:, :-1].to(device), rows[:, 1:].to(device)
-
-
-def learning_rate(step, steps):
-    if step < WARMUP:
-        return RATE * (step + 1) / WARMUP
-    return 0.1 * RATE + 0.45 * RATE * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP)))
 
 
 @torch.no_grad()
@@ -80,8 +73,6 @@ def train(steps):
     seed_everything(1337, info.rank)  # every rank draws its own batches
 
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps)
         for micro_step in range(micro_steps):
             last = micro_step == micro_steps - 1
             with nullcontext() if last or not info.distributed else model.no_sync():

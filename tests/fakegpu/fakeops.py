@@ -6,12 +6,12 @@ as CPU tensors, calls the operator on these and copies what it returns to new CU
 Allocation, views and reading one number (SKIP) remain torch's own, over the fake runtime.
 
 torch._fake_counts() returns the counters of libfakecuda.so, by name.
-torch._fake_operators is the number of operators replaced.
 """
 
 import ctypes
 import re
 import warnings
+from contextlib import suppress
 
 import torch
 from torch.utils._pytree import tree_map
@@ -22,7 +22,7 @@ lib.fake_name.restype = ctypes.c_char_p
 
 # These only touch metadata, allocate, or copy through the runtime: torch's own code is right.
 SKIP = """
-_assert_async _assert_async.msg _cudnn_init_dropout_state _efficientzerotensor
+_assert_async _assert_async.msg _cudnn_init_dropout_state _efficientzerotensor _fused_sdp_choice
 _has_compatible_shallow_copy_type _local_scalar_dense _pin_memory _reshape_alias _resize_output_
 _to_copy alias as_strided detach empty.memory_format empty_strided is_pinned is_set_to record_stream
 resize_ resize_as_ set_ set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor
@@ -42,8 +42,6 @@ def counts():
 
 def host(tensor):
     """Return a CPU tensor over the memory of a CUDA tensor."""
-    if tensor.layout is not torch.strided:
-        return tensor
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     if size == 0 or (tensor.numel() == 0 and size < tensor.element_size()):
@@ -52,10 +50,6 @@ def host(tensor):
     whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
     out = torch.empty(0, dtype=tensor.dtype)
     out.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
-    if tensor.is_neg():
-        out = torch._neg_view(out)
-    if tensor.is_conj():
-        out = torch._conj(out)
     return out
 
 
@@ -134,7 +128,7 @@ def on_cpu(op):
 
         # An operator may resize its output: the CPU tensor then has memory of its own
         for x, h in pairs:
-            if h.shape != x.shape and h.layout is torch.strided:
+            if h.shape != x.shape:
                 x.resize_(h.shape)
                 dense = h.contiguous()
                 if dense.numel():
@@ -157,57 +151,28 @@ def on_cpu(op):
 
 def copy_(self, src, non_blocking=False):
     """Copy, and count what crosses between the CPU and a device."""
-    if self.numel() == 0:
-        return self
-    if self.is_cuda and src.is_cuda:
-        torch.ops.aten.copy_(host(self), host(src))
-        return self
-    cpu = src if self.is_cuda else self
-    lib.fake_note(int(not self.is_cuda), int(cpu.is_pinned()), int(not non_blocking))
+    if self.is_cuda != src.is_cuda and self.numel():
+        cpu = src if self.is_cuda else self
+        lib.fake_note(int(not self.is_cuda), int(cpu.is_pinned()), int(not non_blocking))
     target = host(self) if self.is_cuda else self
-    source = host(src) if src.is_cuda else src
-    target.copy_(source)
+    target.copy_(host(src) if src.is_cuda else src)
     return self
 
 
-def attention_choice(*args, **kwargs):
-    """Return SDPBackend.MATH: the other backends are kernels without a CPU version."""
-    return 0
-
-
-def replace_kernels(library):
-    """Replace the CUDA kernel of each operator by that of `on_cpu`; return the number replaced."""
-    replaced = 0
+library = torch.library.Library("aten", "IMPL")  # its kernels live as long as it does
+with warnings.catch_warnings(action="ignore"):  # one for each replaced kernel
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full_name.partition("::")
         if namespace != "aten" or name in SKIP:
             continue
-        try:
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CUDA"):
-                continue
-        except RuntimeError:
-            continue
         base, _, overload = name.partition(".")
-        if base == "_fused_sdp_choice":
-            library.impl(name, attention_choice, "CUDA", allow_override=True)
-            continue
-        try:
-            op = getattr(getattr(torch.ops.aten, base), overload or "default")
-            library.impl(name, on_cpu(op), "CUDA", allow_override=True)
-        except (AttributeError, RuntimeError):
-            continue
-        replaced += 1
+        with suppress(AttributeError, RuntimeError):  # what Python cannot call stays as it is
+            if torch._C._dispatch_has_kernel_for_dispatch_key(full_name, "CUDA"):
+                op = getattr(getattr(torch.ops.aten, base), overload or "default")
+                library.impl(name, on_cpu(op), "CUDA", allow_override=True)
     library.impl("copy_", copy_, "CUDA", allow_override=True)
-    return replaced
-
-
-library = torch.library.Library("aten", "IMPL")  # its kernels live as long as it does
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # a warning for each replaced kernel
-    torch._fake_operators = replace_kernels(library)
 torch._fake_counts = counts
 # The libraries' kernels have no CPU version. Without them, attention uses operators that have one.
-# The flags matter for attention: torch chooses in C++, without asking the operator above.
 torch.backends.cudnn.enabled = False
 torch.backends.cuda.enable_cudnn_sdp(False)
 torch.backends.cuda.enable_flash_sdp(False)
