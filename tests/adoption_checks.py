@@ -19,9 +19,10 @@ from handler_checks import (
 from rank_checks import run_checks
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from training_job import Points, flat, job
+from training_job import Points, flat, job, network
 
 from ddp_ref import Handler, LearningRateMonitor
+from ddp_ref.data import endless
 
 # Sentences of different lengths: a batch has one row per token, and each class its own weight
 
@@ -159,6 +160,8 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
     one_pass = [[0, 1], [2, 3], [4, 5], [6, 7]][: (7 + rank()) // 2]
     assert seen == (one_pass * 12)[:12]
     assert_same_on_all_ranks(flat(handler.model))
+    with pytest.raises(ValueError, match="stream gave no batch"):
+        next(endless(DataLoader([])))
 
 
 # Outputs and metrics
@@ -173,6 +176,7 @@ class ManyKinds(nn.Linear):
             "dict": {"loss": out.mean(), "logits": out, "first": out[:, 0]},
             "kept": self.kept[: len(out)].copy_(out),  # the same memory for every batch
             "squeezed": out[:, 0].squeeze(),
+            "nested": {"logits": out, "heads": {"mass": out}},
             "mean": out.mean(0),
         }
         return kinds[self.kind]
@@ -197,6 +201,8 @@ def check_outputs_are_tensors_or_mappings_of_them_and_nothing_is_lost():
             assert torch.allclose(whole, logits)
         for first in (of_dict["first"], squeezed):
             assert torch.allclose(first, logits[:, 0])
+    with pytest.raises(TypeError, match=r"not a dict as 'heads'\. .* loader = eval_loader"):
+        predict("nested")
     data = Points(3 * world_size())
     with pytest.raises(ValueError, match=r"2 outputs for .* items: return one row per item"):
         predict("mean", 3)
@@ -219,6 +225,26 @@ def check_metric_objects_are_exact_on_uneven_data():
     handler.train(1)
     assert handler.train_metrics == {"f1": []}  # it is for validation
     assert handler.val_metrics == {"f1": [handler.validate()["f1"]]}
+
+
+def check_buffers_that_ddp_leaves_to_each_rank_stay_as_they_are():
+    """Either all of them, or those on DDP's own list of what to ignore."""
+    for ignore in (False, True):
+        model = nn.Sequential(nn.BatchNorm1d(4), network())
+        model.register_buffer("queue", torch.full((2 + rank(),), float(rank())))  # other lengths
+        if ignore:
+            model._ddp_params_and_buffers_to_ignore = ["queue"]
+        options = {"broadcast_buffers": ignore}
+        handler = job(8 * world_size(), 2, model=model, ddp_options=options)
+        handler.set_val_loader(Points(5), 2)
+        handler.train(1)
+        handler.predict(Points(5), 2)
+        assert model.queue.tolist() == [rank()] * (2 + rank())
+        if dist.is_initialized():
+            means = [torch.empty(4) for _ in range(world_size())]
+            handler.validate()
+            dist.all_gather(means, model[0].running_mean)
+            assert torch.equal(means[0], means[-1]) == ignore
 
 
 def check_training_stops_exactly_at_max_steps_and_goes_on_from_there():

@@ -117,6 +117,18 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path):
     assert best.epoch == 2 and best.history["replayed"] == [-3, -1]
 
 
+def test_the_best_checkpoint_is_written_before_the_steps(tmp_path):
+    """So a full disk between the two cannot leave an older best for ever."""
+
+    class Full(Checkpoint):
+        def _save(self):
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        job(12, 2, callbacks=[Full(tmp_path, monitor="train_loss")]).train(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.pt"]
+
+
 def test_the_progress_bar_counts_the_steps_of_each_epoch(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", Mock(tqdm=(tqdm := Mock())))
     job(9, 2, accumulate=2, callbacks=[ProgressBar()]).train(2)

@@ -1,4 +1,4 @@
-"""The guides' names exist, and the rows of the page of differences name real tests."""
+"""The guides' names exist or are on the page of differences, whose rows name real tests."""
 
 import ast
 import inspect
@@ -12,7 +12,8 @@ import ddp_ref.initialize
 PAGE = (ROOT / "docs" / "differences.md").read_text()
 
 
-# What the guides call, with which parameters: after a *, by keyword.
+# What the guides call, with which parameters: after a *, by keyword. Other names and parameters
+# stand on the page.
 SIGNATURES = {
     ddp_ref: "initialize_ddp(timeout,*,rank,master_addr,master_port,backend) cleanup_ddp()"
     " on_rank(rank,*,barrier) parallelize_on_gpus(*,num_gpus,pass_device)"
@@ -27,9 +28,13 @@ SIGNATURES = {
     ddp_ref.TrainerDDP: "prepare_dataloaders() run_training(train_loader,val_loader)"
     " run_test(test_loader)",
 }
+OTHERS = (
+    "`nn_handler.utils.ddp` `.ddp_init` `.ddp_decorators` `QuantumGrav.train_ddp` `NNHandler`"
+    " `worldsize=` `self.handler._rank` `validator.report()` `save_checkpoint()`"
+)
 
 
-def test_the_guides_names_and_parameters_exist():
+def test_the_guides_names_and_parameters_exist_here_or_are_on_the_page():
     for owner, signatures in SIGNATURES.items():
         for name, given in re.findall(r"(\w+)\(([\w,*]*)\)", signatures):
             own = [p for p in inspect.signature(getattr(owner, name)).parameters if p != "self"]
@@ -38,6 +43,27 @@ def test_the_guides_names_and_parameters_exist():
             assert own[: len(first)] == first, name
             assert set(keywords.split(",")) - {""} <= set(own), name
     assert ddp_ref.Handler.train_losses
+    assert [name for name in OTHERS.split() if name not in PAGE] == []
+
+
+# Each heading about problems in the TrainerDDP guide, and the heading of our page with the answer.
+ANSWERS = {
+    "Port Already in Use": "`Address already in use`, `EADDRINUSE`",
+    "CUDA Out of Memory": "`CUDA out of memory`",
+    "Only One GPU is Used": "Only one GPU is used",
+    "Processes Not Synchronizing": "It hangs",
+    "Data Not Distributed Properly": "The data are not distributed as they should be",
+    "GPU Usage": "It is slow",
+    "Log Output": "The screen stays empty",
+    "Scaling Efficiency": "More ranks are hardly faster",
+    "Optimization Tips": "The GPUs wait for data",
+}
+
+
+def test_every_heading_of_the_guide_is_answered():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    for heading, answer in ANSWERS.items():
+        assert re.search(rf"^##+ {re.escape(answer)}\n\n(?!#)", page, re.MULTILINE), heading
 
 
 def test_every_row_names_tests_that_exist():

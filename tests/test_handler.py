@@ -177,6 +177,15 @@ def test_a_copy_to_the_cpu_is_complete_when_move_returns():
     tensor.to.assert_called_once_with(CPU, non_blocking=False)
 
 
+def test_a_stop_before_training_is_not_lost():
+    handler = job()
+    handler.stop()
+    handler.train(2)
+    assert handler.step == 0
+    handler.train(1)
+    assert handler.step == 7
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_precision_is_that_of_the_model_alone(precision):
     """Weights are float32, and the caller's own autocast has no effect."""

@@ -53,29 +53,55 @@ def test_same_command_line(script, tmp_path):
     assert names == ["total_epochs", "save_every", "-h,", "--batch_size", *more]
 
 
-# The series' methods and functions. `ddp_setup` opens the group.
-TRAINER = "__init__ _run_batch _run_epoch _save_checkpoint train"
-SNAPSHOT = "__init__ _load_snapshot _run_batch _run_epoch _save_snapshot train"
-OBJECTS = "load_train_objs prepare_dataloader main"
-SERIES = {
-    "single_gpu": f"{TRAINER} {OBJECTS}",
-    "multigpu_spawn": f"ddp_setup {TRAINER} {OBJECTS}",
-    "multigpu_torchrun": f"ddp_setup {SNAPSHOT} {OBJECTS}",
-    "multinode_slurm": f"ddp_setup {SNAPSHOT} {OBJECTS}",
+# The parameters of the series' functions, without `self`.
+TRAINER = {
+    "__init__": "model train_data optimizer gpu_id save_every",
+    "_run_batch": "source targets",
+    "_run_epoch": "epoch",
+    "_save_checkpoint": "epoch",
+    "train": "max_epochs",
+    "load_train_objs": "",
+    "prepare_dataloader": "dataset batch_size",
 }
+SPAWN = {"main": "rank world_size save_every total_epochs batch_size"}
+SNAPSHOT = {
+    **{name: own for name, own in TRAINER.items() if name != "_save_checkpoint"},
+    "__init__": "model train_data optimizer save_every snapshot_path",
+    "ddp_setup": "",
+    "_load_snapshot": "snapshot_path",
+    "_save_snapshot": "epoch",
+    "main": "save_every total_epochs batch_size snapshot_path",
+}
+SERIES = {
+    "single_gpu": TRAINER | {"main": "device total_epochs save_every batch_size"},
+    "multigpu_spawn": TRAINER | SPAWN | {"ddp_setup": "rank world_size"},
+    "multigpu_torchrun": SNAPSHOT,
+    "multinode_slurm": SNAPSHOT,
+}
+# Those of ours that differ. The page of differences has a row about each of these parameters.
+WITH_TEST = "model train_data optimizer device save_every test_data"
+OURS = {
+    ("_load_snapshot", "snapshot_path"): "",
+    ("main", SNAPSHOT["main"]): "save_every total_epochs batch_size",
+}
+OURS |= {("__init__", own["__init__"]): WITH_TEST for own in (TRAINER, SNAPSHOT)}
 
 
 @pytest.mark.parametrize("script", LADDER)
-def test_functions_are_those_of_the_series(script):
-    nodes = ast.walk(ast.parse(source(script)))
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    assert own - {"read_slurm"} == {*SERIES[script].split()}
+def test_parameters_are_those_of_the_series_or_on_the_page(script):
+    own = {
+        node.name: " ".join(a.arg for a in node.args.args if a.arg != "self")
+        for node in ast.walk(ast.parse(source(script)))
+        if isinstance(node, ast.FunctionDef) and node.name != "read_slurm"
+    }
+    assert own == {name: OURS.get((name, given), given) for name, given in SERIES[script].items()}
+    page = (ROOT / "docs" / "differences.md").read_text()
+    assert all(f"`{name}`" in page for name in ("gpu_id", "test_data", "snapshot_path"))
 
 
 def test_what_the_scripts_leave_out():
-    """No parameters without a flag or of GPUs alone, no default port and no import of ours."""
-    words = ["snapshot_path", "gpu_id", "pin_memory", "device_ids", "29500", "ddp_ref", "sys.path"]
-    for word in words:
+    """No parameters of GPUs alone, no default port of torchrun and no import of ours."""
+    for word in ("gpu_id", "pin_memory", "device_ids", "29500", "ddp_ref", "sys.path"):
         assert [script for script in LADDER if word in source(script)] == [], word
 
 
