@@ -58,10 +58,13 @@ def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, 
     return own | {"number of steps left in the epoch": handler.steps_left}
 
 
-def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch.device) -> None:
+def check_same(
+    call: str, own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch.device
+) -> None:
     """Raise ValueError on all ranks if they differ in a setting or in their data (collective).
 
     Args:
+        call: What all ranks are in, such as "Handler.train".
         own: This rank's settings by name.
         loaders: This rank's loaders by name; some of their items must be the same.
         device: This rank's device.
@@ -69,7 +72,7 @@ def check_same(own: Mapping[str, Any], loaders: Mapping[str, Any], device: torch
     # In a worker if any loader has one: a file that is opened here would be shared by all forks.
     fork = any(getattr(loader, "num_workers", 0) for loader in loaders.values())
     items = {f"{name} items": items_of(loader, device, fork) for name, loader in loaders.items()}
-    every = exchange_objects({**own, **items}, "Handler.train or validate")
+    every = exchange_objects({**own, **items}, call)
     for name in dict.fromkeys(name for each in every for name in each):
         values = [each.get(name, MISSING) for each in every]
         if all(value == values[0] for value in values):

@@ -428,7 +428,7 @@ class Handler:
             self._stream = self._stream or loading.endless(loader)
             batches = islice(self._stream, number)
         elif self.distributed and own is None:  # it may change with the epoch
-            check_same({"number of batches": number}, {}, self.device)
+            check_same("Handler.train", {"number of batches": number}, {}, self.device)
         if not number and not self.samples_seen:
             raise ValueError(
                 f"rank {self.rank} has no batch of training data: lower batch_size, which is "
@@ -532,7 +532,7 @@ class Handler:
             loaders = {"training": self._train_loader, "validation": self._val_loader}
             known, self._compared = self._compared == loaders, loaders
             own = shared(self, epochs, max_steps)
-            check_same(own, {} if known else loaders, self.device)
+            check_same("Handler.train", own, {} if known else loaders, self.device)
         if (folder := self.save_folder) and not self._tried_to_save:
             self._tried_to_save = True
             self.save(trial := folder / ".before_training.pt")
@@ -619,7 +619,7 @@ class Handler:
             raise ValueError("there is no validation data: call set_val_loader first")
         if self.distributed:
             items = len(self._val_loader.dataset)
-            check_same({"number of validation items": items}, {}, self.device)
+            check_same("Handler.validate", {"number of validation items": items}, {}, self.device)
         return self._evaluate(self._val_loader, self._val_loader, self.distributed)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
