@@ -43,7 +43,7 @@ def test_samples_and_weights_are_those_of_a_run_without_faults(name, plain):
     result = run_round(0, plain, variant, faults, pace=0.03)
     assert not result.wrong, result.wrong
     assert sorted(result.faults) == sorted(faults)
-    assert variant != "forked" or result.times["alone"]
+    assert result.times or name not in ("kill", "at a moment")
 
 
 def script(folder, *lines, worker=""):
