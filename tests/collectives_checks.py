@@ -3,6 +3,7 @@
 import itertools
 import math
 import resource
+import time
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from rank_checks import raised, run_checks
 
 from ddp_ref.collectives import (
+    barrier,
     broadcast_object,
     gather_tensors,
     reduce_max,
@@ -81,6 +83,7 @@ def check_a_bad_value_is_an_error_on_all_ranks():
         (ValueError, reduce_mean, (one, math.nan), "count must be at least 0 and finite, not nan"),
         (TypeError, reduce_sum, ({"loss": None},), "'loss' must be a number or a tensor, not None"),
         (ValueError, reduce_mean, (odd,), "cannot take the mean of 'odd', a torch.int64"),
+        (ValueError, reduce_sum, ({"x": torch.ones(2).bool()},), "cannot take the sum of 'x'"),
     ]:
         own = (one,) if dist.get_rank() == 0 else values
         assert text in str(raised(kind, reduction, *own))
@@ -203,6 +206,14 @@ def check_any_rank_can_broadcast_an_object():
         error = raised(ValueError, broadcast_object, "x", src)
         assert str(error) == f"src must be a rank of this world, from 0 to {world - 1}, not {src}"
     assert broadcast_object(None) is None
+
+
+def check_a_barrier_waits_for_all_ranks():
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(0.3)
+        Path("the last has called").touch()
+    barrier()
+    assert Path("the last has called").exists()
 
 
 def check_a_gather_costs_rank_0_little_beyond_its_result():

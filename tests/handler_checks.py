@@ -163,6 +163,13 @@ def check_evaluation_equals_that_of_one_process_for_any_number_of_items():
     assert_same_on_all_ranks(model.norm.running_mean)
 
 
+def check_ranks_with_different_numbers_of_validation_batches_meet_equally_often():
+    handler = job(4 * world_size(), 2, sync_every=1)
+    handler.set_val_loader(Points(2 * world_size() + 1), 1)  # rank 0 has a batch more
+    handler.train(1)
+    assert handler.val_losses == [pytest.approx(handler.validate()["loss"], rel=1e-12)]
+
+
 def check_all_ranks_decide_alike_if_a_loss_is_not_finite_on_any_rank():
     for bad_rank in range(world_size()):
         handler = job(40 * world_size(), 4, sync_every=5)

@@ -205,3 +205,11 @@ def test_at_another_world_size_a_schedule_that_counts_steps_is_a_warning(tmp_pat
     handler = make()
     with pytest.warns(UserWarning, match="saved by 2 ranks, and 1 ranks take another number"):
         handler.load(tmp_path / "a.pt")
+
+
+def test_a_keep_without_effect_is_an_error(tmp_path):
+    step = torch.optim.lr_scheduler.StepLR
+    with pytest.raises(ValueError, match="the scheduler sets it: after the load, multiply"):
+        job(scheduler=lambda o: step(o, 3)).load(tmp_path, keep=("lr",))
+    with pytest.raises(ValueError, match=r"keep may contain .*but got \('learning_rate',\)"):
+        job().load(tmp_path, keep=("learning_rate",))

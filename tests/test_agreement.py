@@ -24,6 +24,11 @@ def differing(rank):
     step = torch.optim.lr_scheduler.StepLR
     options = {
         "seed": {"seed": rank},
+        "accumulate": {"accumulate": 1 + rank},
+        "sync_every": {"sync_every": 5 + rank},
+        "clip_norm": {"clip_norm": 1.0 + rank},
+        "on_nonfinite": {"on_nonfinite": ("raise", "skip")[rank]},
+        "training batch size": {"batch_size": 2 + rank},
         "precision": {"precision": ("fp32", "bf16")[rank]},
         "lr of the optimizer's group 0": {"lr": (0.1, 0.2)[rank]},
         "metrics": {"metrics": {("a", "b")[rank]: accuracy}},
@@ -76,7 +81,7 @@ def test_ranks_that_differ_are_one_error_that_names_the_setting_and_the_ranks(
 
     monkeypatch.chdir(tmp_path)
     one, other = run_ranks(work, nproc=2, timeout=LIMIT)
-    assert one == other and len(one) == 17
+    assert one == other and len(one) == 22
 
 
 class Flips(Dataset):

@@ -1,10 +1,13 @@
 """A checkpoint is complete or rejected, whatever happened to the file or to its writer."""
 
+import errno
+import io
 import math
 import signal
 import sys
 from collections import OrderedDict
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +98,8 @@ def test_after_a_kill_during_a_save_the_old_file_is_intact(tmp_path):
 def test_find_takes_the_newest_intact_checkpoint(tmp_path):
     assert checkpoint.find(tmp_path) is None
     assert checkpoint.find(tmp_path / "absent") is None
+    with pytest.raises(FileNotFoundError):
+        checkpoint.find(tmp_path / "absent.pt")
     for step in (9, 10, 11):
         checkpoint.write(tmp_path / f"step_{step}.pt", {"step": step})
     checkpoint.write(tmp_path / "best.pt", {"step": 99})
@@ -162,3 +167,25 @@ def test_a_full_disk_is_one_error_that_names_the_file_and_the_old_file_stays(tmp
         checkpoint.write(tmp_path / "a.pt", {"step": 2})
     assert equal(checkpoint.read(tmp_path / "a.pt"), STATE)
     assert [*tmp_path.iterdir()] == [tmp_path / "a.pt"]
+
+
+def test_a_nan_is_found_anywhere_in_a_weight():
+    """Its norm is added up in blocks: 0 is before the first, 299 in one."""
+    for place in (0, 299):
+        model = nn.Linear(300, 1)
+        model.weight.data[0, place] = math.nan
+        with pytest.raises(FloatingPointError, match="weight is not finite"):
+            check_replicas(model, False)
+
+
+def test_a_disk_error_is_not_taken_for_a_damaged_file(tmp_path, monkeypatch):
+    """Otherwise, an older checkpoint would be loaded."""
+
+    class Failing(io.BytesIO):
+        def read(self, *_):
+            raise OSError(errno.EIO, "Input/output error")
+
+    checkpoint.write(tmp_path / "step_1.pt", STATE)
+    monkeypatch.setattr(Path, "open", lambda path, mode: Failing())
+    with pytest.raises(OSError, match="Input/output error"):
+        checkpoint.find(tmp_path)

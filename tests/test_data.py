@@ -196,3 +196,20 @@ def test_a_loader_that_ends_early_or_goes_on_is_an_error():
             list(in_steps(iter(range(size)), 5, 2))
     with pytest.raises(RuntimeError, match="goes on after 5 batches"):
         list(in_steps(iter(range(6)), 5, 2))
+
+
+def test_a_collate_fn_also_gets_the_rows_of_a_tensor_data_set():
+    data = TensorDataset(torch.arange(4))
+    assert list(train_loader(data, 2, rank=0, world_size=1, collate_fn=len)) == [2, 2]
+
+
+def test_an_existing_loader_keeps_its_options_and_its_sampling():
+    options = {"num_workers": 1, "collate_fn": list, "drop_last": True, "worker_init_fn": print}
+    options |= {"timeout": 5, "prefetch_factor": 3, "persistent_workers": True}
+    loader = train_loader(DataLoader(range(6), 4, **options), rank=0, world_size=1)
+    assert {name: getattr(loader, name) for name in options} == options
+    for own in (RandomSampler(range(6), replacement=True), RandomSampler(range(6), num_samples=3)):
+        existing = DataLoader(range(6), 2, sampler=own)
+        assert train_loader(existing, rank=0, world_size=1).sampler is own
+        with pytest.raises(ValueError, match="use a DistributedSampler"):
+            train_loader(existing, rank=0, world_size=2)

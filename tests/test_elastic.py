@@ -100,6 +100,14 @@ def test_strangers_and_a_wrong_token_do_not_disturb_the_training(tmp_path):
         assert "a-secret" not in running.text() and "\none more: python" in running.text()
 
 
+def test_workers_finish_without_a_coordinator(tmp_path):
+    with start(script(tmp_path, worker=SLOW)) as running:
+        pids(running)
+        running.process.kill()
+        wait_until(lambda: not running.processes())
+    assert (tmp_path / "elastic.pt").exists()
+
+
 def test_a_state_that_is_no_state_is_not_run(tmp_path):
     """Rank 0's state arrives as a file that torch loads with weights_only."""
     evil = "def state_dict(self):\n    return Evil()"

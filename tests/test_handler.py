@@ -16,7 +16,7 @@ import torch
 from harness import TESTS, run, torchrun
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
-from training_job import Points, flat, job, network
+from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, run_ranks
 from ddp_ref.model import move
@@ -164,6 +164,8 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path):
     for other, name, text in (
         (job(seed=5), "a", "with seed 0, not 5"),
         (job(scheduler=lambda o: (step(o, 1), "step")), "scheduled", "per 'epoch', not 'step'"),
+        (job(), "scheduled", r"with parts .*'scheduler': 'StepLR'}, not {'optimizer': 'SGD'}"),
+        (job(metrics={"o": accuracy}), "a", r"with metrics \['accuracy'\], not \['o'\]"),
         (job(), "old", r"old\.pt is from another version .* load its weights"),
     ):
         with pytest.raises(ValueError, match=text):

@@ -71,6 +71,7 @@ def test_ranks_get_torchruns_variables_and_none_of_an_outer_launch(monkeypatch):
 def test_the_first_failure_is_raised_with_its_type_and_rank(fault, error, text, capfd, monkeypatch):
     """Not the failure of its peer, whose connection is closed."""
     monkeypatch.setattr(workers, "FAILURE_WINDOW", 20)  # wait for both, on any machine
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # all output is shown even without it
 
     def work():
         initialize_ddp()
