@@ -86,7 +86,7 @@ lab: $(READY)  ## open the notebooks in JupyterLab
 test: $(READY)  ## run all tests: real processes, no root needed, 5 minutes
 	$(BIN)/python -m pytest $(ARGS)
 
-test-full: $(READY)  ## run the long combinations of faults and ranks as well
+test-full: $(READY)  ## run the long tests as well
 	$(BIN)/python -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
 
 ifneq ($(filter test-torch,$(MAKECMDGOALS)),)

@@ -121,9 +121,9 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-def usual_loader(data: Dataset[Any], batch: int = BATCH) -> DataLoader[Any]:
+def usual_loader(data: Dataset[Any]) -> DataLoader[Any]:
     """Return a loader of this rank's batches, in the same order as `Handler`'s."""
-    return DataLoader(data, batch, sampler=DistributedSampler(data))
+    return DataLoader(data, BATCH, sampler=DistributedSampler(data))
 
 
 def loader_at_once(data: Dataset[Any], batch: int = BATCH) -> DataLoader[Any]:

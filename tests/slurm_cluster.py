@@ -41,9 +41,9 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.do("down")
 
-    def do(self, *verb: str, env: dict[str, str] | None = None) -> Result:
+    def do(self, *verb: str) -> Result:
         """Run local_cluster.sh for this cluster. The daemons that `up` starts keep running."""
-        return run_unwatched(LOCAL_CLUSTER, *verb, env=self.names | (env or {}))
+        return run_unwatched(LOCAL_CLUSTER, *verb, env=self.names)
 
     def on(self, host: str, *command: str | Path) -> list[str | Path]:
         """Return the command that runs `command` on one of the hosts."""
