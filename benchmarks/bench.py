@@ -15,7 +15,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from page import machine, put_between, require_marks
-from tables import PACKAGES, markdown, marks
+from tables import markdown, marks
 
 NAMES = "steps", "gathers", "saves", "waits", "finale"
 ON_GPUS = "gpu"  # only if named: make gpu-report
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the tables there too")
     args = parser.parse_args()
     require_marks(parser, args.markdown, *map(marks, args.names))
-    print(f"on {machine(PACKAGES)}")
+    print(f"on {machine(['torch'])}")
     for name in args.names:
         benchmark = importlib.import_module(name)
         about = (benchmark.__doc__ or "").strip()
@@ -40,7 +40,8 @@ def main() -> None:
             tables = [*map(markdown, benchmark.measure(rounds))]
         print(*tables, sep="\n\n", flush=True)
         if args.markdown:
-            where = f"`bench.py {name} --rounds={rounds}` on {machine(PACKAGES)}."
+            where = machine(["torch", *getattr(benchmark, "PACKAGES", [])])
+            where = f"`bench.py {name} --rounds={rounds}` on {where}."
             put_between(args.markdown, *marks(name), "\n\n".join([about, *tables, where]))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ddp_ref import initialize_ddp, run_ranks
 from ddp_ref.model import gather_rows
 
+PACKAGES = ["accelerate"]
 ROUNDS, RANKS = 30, 2
 BATCHES, ROWS, COLUMNS = 16, 2048, 256  # of a rank; a batch is 2 MiB
 NUMBERS = RANKS * BATCHES * ROWS * COLUMNS

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 from ddp_ref import Handler, initialize_ddp, run_ranks
 
-ROUNDS = 300
+ROUNDS = 150
 WIDTH, LAYERS = 2048, 4  # 64 MiB of weights, as much of momentum
 BARE = "torch.save and fsync"
 

@@ -31,6 +31,7 @@ from turns import Tick, Ticks, in_launches, steps_of, take_turns
 from datautils import MyTrainDataset
 from ddp_ref import Handler, initialize_ddp
 
+PACKAGES = "accelerate", "lightning", "pytorch-ignite"  # whose versions are printed
 ROUNDS, LAUNCHES = 240, 24
 BATCH, FEATURES, CLASSES = 32, 64, 10
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from side_by_side import Row, noise
 
-PACKAGES = ("torch", "accelerate", "lightning", "pytorch-ignite")  # whose versions are printed
 VERDICTS = {True: "reached", False: "missed", None: "too much noise to tell"}
 UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
