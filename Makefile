@@ -83,7 +83,7 @@ notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
-test: $(READY)  ## run all tests: real processes, no root needed, 5 minutes
+test: $(READY)  ## run all tests: real processes, no root needed, 4 minutes
 	$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(READY)  ## run the long tests as well
