@@ -67,6 +67,12 @@ def seeds_the_process(length, rank, world_size, epoch):
     return (items * world_size)[:even][rank::world_size]
 
 
+def averages_twice(model):
+    for parameter in 2 * [*model.parameters()]:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
 MISTAKES = {
     "start_alike": [
         (parameters_alone, "not the buffers 1.running_mean, 1.running_var"),
@@ -77,6 +83,7 @@ MISTAKES = {
         (sums, "rank 0's gradient is the sum over the ranks"),
         (divides_by_two, "half of the sum, but here are 3 ranks"),
         (averages_copies, "rank 0's gradient is this rank's own"),
+        (averages_twice, "sends 4.0 units"),
         (calls_on_rank_0_alone, "for another rank that never made that call"),
     ],
     "shard_indices": [

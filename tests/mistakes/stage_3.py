@@ -1,5 +1,6 @@
 """Typical wrong answers in stage 3 of myddp.py, and words of the hint that each gets."""
 
+import torch
 import torch.distributed as dist
 from lesson import myddp
 from torch.nn.utils import clip_grad_norm_
@@ -96,6 +97,21 @@ def skips_without_tokens(model, optimizer, scaler, microbatches, loss_of, limit)
     finish(model, optimizer, scaler, limit)
 
 
+def leaves_zeros(model, optimizer, scaler, microbatches, loss_of, limit):
+    backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
+    average_gradients(model)
+    finish(model, optimizer, scaler, limit)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def halves_the_scale(model, optimizer, scaler, microbatches, loss_of, limit):
+    backward(model, scaler, microbatches, loss_of, factor_of(microbatches))
+    average_gradients(model)
+    finish(model, optimizer, scaler, limit)
+    scaler.update(scaler.get_scale() / 2)
+
+
 MISTAKES = {
     "token_step": [
         (mean_of_means, "each rank's mean has the same weight"),
@@ -105,6 +121,8 @@ MISTAKES = {
         (clips_the_scaled_gradient, "you clipped the gradient while it was still multiplied"),
         (steps_at_once, "reached the weights"),
         (keeps_the_gradients, "a later one does not"),
+        (leaves_zeros, "it leaves gradients of zeros"),
+        (halves_the_scale, "but the scale has changed"),
         (skips_without_tokens, "your function raised"),
     ],
 }

@@ -101,6 +101,30 @@ class StartsOneAtMost(Right):
             self.start(self.buckets[len(self.started)])
 
 
+class PacksWhatIsReady(Right):
+    """In the order of the hooks."""
+
+    def __init__(self, model, cap):
+        self.came = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.came.append)
+        super().__init__(model, cap)
+
+    def start(self, bucket):
+        numbers = {id(parameter): number for number, parameter in enumerate(self.came)}
+        super().start(sorted(bucket, key=lambda parameter: numbers[id(parameter)]))
+
+    def reset(self):
+        self.came.clear()
+        super().reset()
+
+
+class WaitsForAll(Right):
+    def finish(self):
+        super().finish()
+        dist.barrier()
+
+
 MISTAKES = {
     "Buckets": [
         (BindsLate, "Does each hook know the number of its own bucket"),
@@ -110,6 +134,8 @@ MISTAKES = {
         (SendsAtTheEnd, "A bucket that waits for later gradients"),
         (WaitsInTheHook, "a hook waits for an all-reduce"),
         (SendsWhatIsComplete, "the ranks add gradients of different parameters"),
+        (PacksWhatIsReady, "pack them in the bucket's order"),
+        (WaitsForAll, "192, 0) bytes"),
         (StartsOneAtMost, "how many others may have been waiting"),
     ],
 }

@@ -95,6 +95,14 @@ class GathersWithoutGradient(RightBlock):
         return own.Gather.apply(self.shard.detach()).requires_grad_()
 
 
+class KeepsTheWholeForBackward(RightBlock):
+    def gather(self):
+        whole = super().gather()
+        self.last = whole.detach()
+        whole.register_hook(lambda _: setattr(self, "last", None))
+        return whole
+
+
 MISTAKES = {
     "Gather": [
         (Sums, "rank 0's gradient is the sum"),
@@ -105,6 +113,7 @@ MISTAKES = {
         (KeepsTheBlock, "Who keeps the whole weights?"),
         (TrainsTheBlock, "only this rank's chunk may be an nn.Parameter"),
         (GathersOnce, "FSDP2 gathers again in backward"),
+        (KeepsTheWholeForBackward, "between forward and backward"),
         (GathersWithoutGradient, "gradient is missing"),
     ],
 }
