@@ -65,8 +65,11 @@ def main() -> int:
     require_marks(parser, args.page, MARKS)
     if not torch.cuda.device_count():
         parser.error("no CUDA device is visible to PyTorch: run this where there is one")
+    known = parts(args.rounds)
+    if unknown := {*args.parts} - {part.title for part in known}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))}")
     report, failed = [machine()], False
-    for part in parts(args.rounds):
+    for part in known:
         if args.parts and part.title not in args.parts:
             continue
         print(f"{part.title} ...", flush=True)

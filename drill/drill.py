@@ -9,6 +9,7 @@ command must then resume from the newest intact checkpoint. At the end, the weig
 of a run without a fault, bit for bit.
 """
 
+import itertools
 import signal
 import sys
 import tempfile
@@ -16,7 +17,6 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count as count_from
 from pathlib import Path
 from statistics import median
 
@@ -45,7 +45,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         rounds = run_all(args, Path(folder))
     print("", report(rounds), sep="\n")
-    sys.exit(any(result.outcome == WRONG for result in rounds))
+    sys.exit(not rounds or any(result.outcome == WRONG for result in rounds))
 
 
 def run_all(args: Namespace, folder: Path) -> list[RoundResult]:
@@ -67,8 +67,7 @@ def run_all(args: Namespace, folder: Path) -> list[RoundResult]:
 def choose(args: Namespace, folder: Path) -> list[Plan]:
     """Return the rounds that this machine can run. A number is the same round on every machine."""
     plans: list[Plan] = []
-    numbers = count_from(1) if args.only is None else iter([args.only])
-    while len(plans) < args.rounds and (number := next(numbers, None)):
+    for number in itertools.count(1) if args.only is None else [args.only]:
         plan = draw(args.seed, number)
         try:
             if plan.launcher == "srun":
@@ -79,6 +78,8 @@ def choose(args: Namespace, folder: Path) -> list[Plan]:
             plans.append(plan)
         except OSError as error:
             print(f"round {number} is left out: {error}", flush=True)
+        if len(plans) >= args.rounds:
+            break
     return plans
 
 

@@ -93,9 +93,8 @@ def no_leaks():
     if group_left:
         dist.destroy_process_group()
     changed = {name for name, _ in os.environ.items() ^ before.items()}
-    # Importing torch or scikit-learn sets the others.
-    changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-    changed -= {"KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+    by_imports = {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+    changed -= {"PYTEST_CURRENT_TEST", *by_imports}
     for name in changed:
         os.environ.pop(name, None)
     os.environ.update({name: before[name] for name in changed & {*before}})
