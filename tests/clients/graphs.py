@@ -28,10 +28,10 @@ def graphs(size, seed=0):
 
 
 class GCN(nn.Module):
-    def __init__(self):
+    def __init__(self, hidden=16):
         super().__init__()
-        self.first, self.second = GCNConv(2, 16), GCNConv(16, 16)
-        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(16, 2)
+        self.first, self.second = GCNConv(2, hidden), GCNConv(hidden, hidden)
+        self.dropout, self.head = nn.Dropout(0.1), nn.Linear(hidden, 2)
 
     def forward(self, x, edge_index, batch):
         x = self.first(x, edge_index).relu()
