@@ -83,7 +83,7 @@ notebooks: $(READY)  ## run the notebooks' sources (.md) and write their pairs (
 lab: $(READY)  ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
-test: $(READY)  ## run all tests: real processes, no root needed, 4 minutes
+test: $(READY)  ## run the tests, except the long ones: real processes, no root needed, 3 minutes
 	$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(READY)  ## run the long tests as well
@@ -112,9 +112,9 @@ $(CLIENTS)/.ready: $(READY) tests/clients/requirements.txt
 test-mutants: $(READY)  ## break the package in 24 ways and count how many the tests notice
 	$(BIN)/python tests/mutants.py $(ARGS)
 
-test-coverage: $(READY)  ## run all tests and tell which lines and branches of the package they reach
+test-coverage: $(READY)  ## run the tests and tell which lines and branches of the package they reach
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage run -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing --skip-covered
 
@@ -136,7 +136,7 @@ test-slurm: $(READY)  ## run the tests on real Slurm: needs root, slurm-wlm and 
 fakegpu: $(READY)  ## build the fake GPU: torch for CUDA on a machine without a GPU (0.5 GB, Linux)
 	tests/fakegpu/build.sh $(FAKEGPU) $(BIN)/python $(FAKE_TORCH)
 
-test-fakegpu: fakegpu  ## run the GPU tests on fake GPUs, and a test of the CPU beside them: 6 minutes
+test-fakegpu: fakegpu  ## run the GPU tests on fake GPUs, and a test of the CPU beside them: 5 minutes
 	@for gpus in 1 2; do echo "== $$gpus fake GPUs"; FAKE_GPUS=$$gpus tests/fakegpu/run.sh $(FAKEGPU) \
 		$(BIN)/python -m pytest -m gpu -n 4 tests/test_gpu.py tests/test_fakegpu.py tests/test_sanity.py $(ARGS) || exit 1; done
 	FAKE_GPUS=4 tests/fakegpu/run.sh $(FAKEGPU) $(BIN)/python -m pytest -m gpu tests/test_fakegpu.py $(ARGS)

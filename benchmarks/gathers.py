@@ -22,12 +22,12 @@ PACKAGES = ["accelerate"]
 ROUNDS, RANKS = 30, 2
 BATCHES, ROWS, COLUMNS = 16, 2048, 256  # of a rank; a batch is 2 MiB
 NUMBERS = RANKS * BATCHES * ROWS * COLUMNS
-REDUCE = "bare all-reduce"
+REDUCE, OURS = "bare all-reduce", "Handler"
 
 
 def measure(rounds: int) -> list[Table]:
     rows = compare(run_ranks(times_on_rank, rounds, nproc=RANKS)[0])
-    ours = rows[2]
+    ours = next(row for row in rows if row.name == OURS)
     target = "at most twice the time of the all-reduce"
     reached = goal(target, f"{ours.ratio:.2f} times", ours.at_most(2))
     return [Table("the gather of predict", rows, [reached])]
@@ -59,7 +59,7 @@ def times_on_rank(rounds: int) -> Times:
     variants: dict[str, Callable[[], object]] = {
         REDUCE: partial(dist.all_reduce, torch.zeros(NUMBERS)),
         REDUCE + AGAIN: partial(dist.all_reduce, torch.zeros(NUMBERS)),
-        "Handler": ours,
+        OURS: ours,
         "accelerate's gather_for_metrics": by_accelerate,
         "all_gather_object": as_objects,
     }

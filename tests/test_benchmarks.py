@@ -46,6 +46,7 @@ def test_the_page_has_a_place_for_each_benchmark():
         assert f"`bench.py {name} --rounds={benchmark.ROUNDS}` on " in written
 
 
+@pytest.mark.full
 def test_a_benchmark_is_measured_and_written(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)

@@ -27,6 +27,7 @@ def model():
     return model
 
 
+@pytest.mark.full
 def test_the_loss_falls_and_the_text_is_the_models_own(tmp_path):
     """A model that is rebuilt from the checkpoint alone generates the text that was printed."""
     ended = run(sys.executable, SCRIPT, "--nproc", "2", *JOB, cwd=tmp_path)

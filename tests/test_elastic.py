@@ -37,7 +37,10 @@ ROUNDS = {
 }
 
 
-@pytest.mark.parametrize("name", ROUNDS)
+FROZEN = pytest.param("frozen", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("name", ["kill", "at a moment", "batch_norm", FROZEN])
 def test_samples_and_weights_are_those_of_a_run_without_faults(name, plain):
     variant, faults = ROUNDS[name]
     result = run_round(0, plain, variant, faults, pace=0.03)

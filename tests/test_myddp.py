@@ -54,6 +54,7 @@ def token_step(*args):
     assert "start_alike" not in text and "exercises" not in text
 
 
+@pytest.mark.full
 def test_a_stage_is_measured_beside_pytorch_and_the_prediction(kept, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(score, "TABLE", tmp_path / "table.json")
     drawn = []

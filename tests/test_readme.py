@@ -65,6 +65,7 @@ def test_the_reference_begins_with_all_names():
     assert set(names) == public_names() - {"DistInfo", "LaunchInfo"}  # functions return these
 
 
+@pytest.mark.full
 def test_the_first_command_prints_what_the_readme_shows(tmp_path):
     """The last digits of a loss or an accuracy may differ."""
     shown = re.search(r"\$ make run-multigpu\n(.*?)\$ make test", README, re.DOTALL)

@@ -15,6 +15,7 @@ SCRIPT, CONFIG = SCRIPTS / "train_from_yaml.py", SCRIPTS / "configs" / "digits.y
 COMMAND = (sys.executable, SCRIPT, "--config", CONFIG, "--nproc", "2")
 
 
+@pytest.mark.full
 def test_two_ranks_end_at_the_weights_of_the_ladder(tmp_path):
     """They equal those of multigpu_spawn.py bit for bit, because ddp_ref changes no number.
 

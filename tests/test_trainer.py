@@ -98,6 +98,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_the_guides_two_scripts(tmp_path):
     """They run under spawn and under torchrun, and give the same numbers, bit for bit."""
     runs = []

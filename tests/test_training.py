@@ -115,7 +115,7 @@ def test_spawned_processes_use_one_thread(tmp_path):
 
 def test_the_last_rung_stops_on_a_signal_and_resumes(tmp_path):
     """So does plain python, which trains in one process, and then has nothing left to train."""
-    command = [*torchrun(2, SCRIPTS / "train_reference.py"), "20", "1000"]
+    command = [*torchrun(2, SCRIPTS / "train_reference.py"), "9", "1000"]
     states = []
     for name, told in (("whole", False), ("broken", True)):
         folder = tmp_path / name
@@ -130,11 +130,11 @@ def test_the_last_rung_stops_on_a_signal_and_resumes(tmp_path):
         assert ended.code == 0, ended.stderr
         assert "processes: 2 | device: cpu | steps per epoch: 23\n" in ended.stdout
         assert ("loaded checkpoints/step_" in ended.stdout) == told
-        assert float(re.findall(r"\ntest accuracy (.+)\n", ended.stdout)[0]) > 0.95
-        states.append(weights(folder / f"checkpoints/step_{20 * 23:09}.pt"))
+        assert float(re.findall(r"\ntest accuracy (.+)\n", ended.stdout)[0]) > 0.9
+        states.append(weights(folder / f"checkpoints/step_{9 * 23:09}.pt"))
     assert_equal(*states)
-    alone = train(tmp_path / "whole", "train_reference", 1, "20").stdout
-    assert "processes: 1 | device: cpu |" in alone and "nothing to train: 20 of 20" in alone
+    alone = train(tmp_path / "whole", "train_reference", 1, "9").stdout
+    assert "processes: 1 | device: cpu |" in alone and "nothing to train: 9 of 9" in alone
 
 
 @pytest.mark.parametrize(

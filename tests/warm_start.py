@@ -51,7 +51,7 @@ PRELOADED += ("torch._dynamo",)  # a second of CPU time, for the first optimizer
 
 # Prefixes of variables that are read only when a process starts. HANDLED: a fork imitates these.
 READ_AT_START = ("PYTHON", "TORCH_", "LD_", "LC_", "LANG", "MALLOC_", "MKL_", "OPENBLAS_")
-HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+HANDLED = {"PYTHONPATH", "PYTHONUNBUFFERED"}
 HANDLED |= {"PYTHONIOENCODING"}  # run_ranks sets it to what every process here has: utf-8
 HANDLED |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}  # torchrun reads it when it makes a store
 HANDLED |= {"TORCH_CPP_LOG_LEVEL"}  # a fork keeps the template's: that is only about warnings

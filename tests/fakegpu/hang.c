@@ -1,7 +1,6 @@
 /* Makes the fake NCCL hang as a real one does: preloaded before libfakecuda.so, it lets the first
  * HANG_AFTER all-reduces of a process through. A later one returns at once and never completes, so
- * that PyTorch's watchdog sees a collective whose peer does not come. With HANG_ERROR, the watchdog
- * also sees the error of a lost connection. ncclCommAbort ends the hang.
+ * that PyTorch's watchdog sees a collective whose peer does not come. ncclCommAbort ends the hang.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -9,8 +8,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#define NOT_READY 600  /* cudaErrorNotReady */
-#define REMOTE_ERROR 6 /* ncclRemoteError */
+#define NOT_READY 600 /* cudaErrorNotReady */
 
 static volatile int calls, hangs, aborted;
 
@@ -38,12 +36,6 @@ int cudaDeviceSynchronize(void)
     while (hangs)
         usleep(1000);
     return next();
-}
-
-int ncclCommGetAsyncError(void *comm, int *error)
-{
-    *error = hangs && getenv("HANG_ERROR") ? REMOTE_ERROR : 0;
-    return 0;
 }
 
 int ncclCommAbort(void *comm)
