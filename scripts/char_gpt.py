@@ -283,7 +283,7 @@ def parse_args():
     add(
         "--run-dir",
         default="runs/char_gpt",
-        help="folder for checkpoints, log, figures (runs/char_gpt)",
+        help="folder for checkpoints and history.csv (runs/char_gpt)",
     )
     add = parser.add_argument_group("text").add_argument
     add("--prompt", default="The ", help='beginning of the generated text ("The ")')

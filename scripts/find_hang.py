@@ -38,9 +38,10 @@ WAITS = re.compile(  # in these files and functions, a rank waits for the others
     r"torch/distributed/(distributed_c10d|rendezvous|utils|_functional_collectives)\.py (?!__torch)"
     r"|torch/nn/parallel/distributed\.py (_pre_forward|_distributed_broadcast_coalesced)"
     r"|torch/(autograd/graph\.py _engine_run_backward|cuda/__init__\.py synchronize)"
-    r"|ddp_ref/(initialize\.py|decorators\.py _wait)"
+    r"|/(initialize\.py (_exchange|_wait_for_master)|decorators\.py _wait)"
 )
-LIBRARY = PASSED + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers)"
+LIBRARY = PASSED + r"|(site|dist)-packages/|/torch/torch/"
+OURS = "decorators.py", "initialize.py", "workers.py"  # of ddp_ref, whatever your copy is called
 WRAPPERS = {"wrapper", "inner", "inner_func", "_call_impl", "_wrapped_call_impl"}
 NAMES = {"backward": "backward (DDP's all-reduce)", "__exit__": "on_rank"}
 NAMES |= dict.fromkeys(("__torch_dispatch__", "__repr__", "trigger_wait"), "wait_tensor")
@@ -267,7 +268,7 @@ def waited_call(look: Look) -> str:
     """Return the call in which a stack waits for other ranks; "" if it does something else."""
     frames = [each for each in look.frames if not re.search(PASSED, each["filename"])]
     names = [each["name"] for each in frames]
-    inner = len(list(takewhile(lambda each: re.search(LIBRARY, each["filename"]), frames)))
+    inner = len(list(takewhile(lambda each: in_library(each["filename"]), frames)))
     if inner and WAITS.search(f"{frames[0]['filename']} {names[0]}"):
         called = [name for name in names[:inner] if name not in WRAPPERS] or names[:1]
         return NAMES.get(called[-1], called[-1]) + BEHIND * look.cuda
@@ -279,7 +280,12 @@ def waited_call(look: Look) -> str:
 
 
 def own(frames: Frames) -> Frames:
-    return [each for each in frames if not re.search(LIBRARY, each["filename"])]
+    return [each for each in frames if not in_library(each["filename"])]
+
+
+def in_library(path: str) -> bool:
+    ours = Path(path).name in OURS and Path(path).with_name("launch.py").exists()
+    return ours or bool(re.search(LIBRARY, path))
 
 
 def describe(frame: dict[str, Any]) -> str:
@@ -342,7 +348,7 @@ def read_log(file: Path) -> Iterator[tuple[str, int, Record]]:
         if "Stack trace of the failed collective:" in line:
             call = timed_out.get(rank, call)
         found = re.search(r"^#\d+ (\S+) from (.+):(\d+)$", line)
-        if found and call[1] == UNKNOWN and not re.search(LIBRARY, found[2]):
+        if found and call[1] == UNKNOWN and not in_library(found[2]):
             call[1] = f"{found[2]}:{found[3]} in {found[1]}"
 
 

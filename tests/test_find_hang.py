@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import shutil
 import sys
 
 import pytest
@@ -154,6 +155,32 @@ def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
     ]  # not another test's
     assert ended.code == 0 and ", restarted 1 times" in found
     assert "verdict: the others wait for rank 1, which stands still: freeze.py:8 in read_b" in found
+
+
+LATE = """
+import os, time
+from parallel import initialize_ddp, on_rank
+
+def is_late():
+    print("rank 1 is late", flush=True)
+    time.sleep(600)
+
+initialize_ddp()
+on_rank(1)(is_late)()
+"""
+
+
+@pytest.mark.full
+def test_a_copy_of_the_package_may_have_another_name(tmp_path):
+    shutil.copytree(ROOT / "src" / "ddp_ref", tmp_path / "parallel")
+    (tmp_path / "late.py").write_text(LATE)
+    with Running(*torchrun(2, "late.py"), cwd=tmp_path) as running:
+        running.wait_for("rank 1 is late")
+        ended = run(*FIND_HANG, cwd=tmp_path)
+        running.kill()
+    (found,) = [part for part in ended.stdout.split("\njob ") if ": late.py:" in part]
+    assert "rank 0 waits in on_rank: late.py:10" in found, found
+    assert "rank 1, which stands still: late.py:7 in is_late" in found
 
 
 @pytest.mark.full
