@@ -7,6 +7,7 @@ import pytest
 import torch
 from rank_checks import check_passes, checks, on_ranks
 from torch import nn
+from torch.utils.data import ConcatDataset, Subset
 from training_job import Points, accuracy, job, network
 
 from ddp_ref import Callback, Checkpoint, Handler
@@ -183,15 +184,33 @@ def test_parameters_that_are_frozen_meanwhile_are_an_error_before_the_next_step(
 def test_a_data_set_gets_the_epoch_also_in_a_worker_but_not_in_a_persistent_one():
     class Own(Points):
         def set_epoch(self, epoch):
-            self.targets = torch.full((4,), epoch)
+            self.targets = torch.full((len(self),), epoch)
 
     epochs = []
     handler = job(count=lambda batch: epochs.extend(batch[1].tolist()) or 2)
-    handler.set_train_loader(Own(4), 2, num_workers=1)
+    nested = Subset(ConcatDataset([Own(2), Own(2)]), range(4))  # as from random_split
+    handler.set_train_loader(nested, 2, num_workers=1)
     handler.train(2)
     assert epochs == [0, 0, 0, 0, 1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"Own\.set_epoch would not reach the copies"):
-        handler.set_train_loader(Own(4), 2, num_workers=1, persistent_workers=True)
+        handler.set_train_loader(nested, 2, num_workers=1, persistent_workers=True)
+
+
+def test_a_data_set_that_grows_with_the_epoch_is_an_error():
+    class Grows(Points):
+        def set_epoch(self, epoch):
+            self.size = 4 + 2 * epoch
+
+        def __len__(self):
+            return self.size
+
+    data = Grows(8)
+    data.set_epoch(0)
+    handler = job()
+    handler.set_train_loader(data, 2)
+    with pytest.raises(ValueError, match=r"now has 6 items, and had 4 when .*: call set_train_lo"):
+        handler.train(2)
+    assert handler.epoch == 1
 
 
 def test_at_another_world_size_a_schedule_that_counts_steps_is_a_warning(tmp_path):

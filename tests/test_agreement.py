@@ -1,10 +1,12 @@
 """Ranks that differ are one error on all of them, before the first step or at the epoch's end."""
 
+import math
 import os
 import random
 import signal
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch.utils.data import Dataset, Subset
 from training_job import Points, accuracy, flat, job, network
 
 from ddp_ref import Callback, Checkpoint, initialize_ddp, run_ranks
+from ddp_ref.agreement import check_replicas
 
 LIMIT = timedelta(minutes=4)
 
@@ -191,6 +194,28 @@ def test_parameters_that_drift_are_an_error_at_the_epochs_end_and_before_a_save(
 
     run_ranks(work, nproc=2, timeout=LIMIT)
     assert [path.name for path in tmp_path.rglob("*.pt")] == ["step_000000004.pt"]
+
+
+def test_an_evaluation_of_other_data_or_with_other_weights_is_an_error():
+    def work():
+        rank = initialize_ddp(backend="gloo").rank
+        handler, shard = job(), Subset(Points(8), range(rank, 8, 2))
+        handler.set_val_loader(shard, 2)
+        assert "same validation items, but" in str(raised(ValueError, handler.validate))
+        assert "same prediction items, but" in str(raised(ValueError, handler.predict, shard, 2))
+        handler.set_val_loader(Points(8), 2)
+        with torch.no_grad():
+            handler.module[3].bias += rank
+        for call in (handler.validate, partial(handler.predict, Points(8), 2)):
+            assert str(raised(RuntimeError, call)).startswith("parameter 3.bias differs")
+
+    run_ranks(work, nproc=2, timeout=LIMIT)
+
+
+def test_a_frozen_parameter_may_be_infinite():
+    model = network()
+    model.mask = nn.Parameter(torch.tensor([-math.inf, 0]), requires_grad=False)
+    check_replicas(model, distributed=False)
 
 
 class Slow(Points):

@@ -14,6 +14,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    SequentialSampler,
     TensorDataset,
 )
 
@@ -208,7 +209,11 @@ def test_an_existing_loader_keeps_its_options_and_its_sampling():
     options |= {"timeout": 5, "prefetch_factor": 3, "persistent_workers": True}
     loader = train_loader(DataLoader(range(6), 4, **options), rank=0, world_size=1)
     assert {name: getattr(loader, name) for name in options} == options
-    for own in (RandomSampler(range(6), replacement=True), RandomSampler(range(6), num_samples=3)):
+    samplers = [RandomSampler(range(3)), SequentialSampler(range(3))]  # of a part of the data
+    samplers += [
+        RandomSampler(range(6), **own) for own in ({"replacement": True}, {"num_samples": 3})
+    ]
+    for own in samplers:
         existing = DataLoader(range(6), 2, sampler=own)
         assert train_loader(existing, rank=0, world_size=1).sampler is own
         with pytest.raises(ValueError, match="use a DistributedSampler"):

@@ -45,7 +45,8 @@ def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, 
     own["interval of the scheduler"] = handler.scheduler_unit
     for number, group in enumerate(group_settings(handler.optimizer)):
         for name, value in group.items():
-            plain = value.item() if isinstance(value, Tensor) else value
+            is_number = isinstance(value, Tensor) and value.numel() == 1
+            plain = value.item() if is_number else value
             if isinstance(plain, int | float | str | tuple | None):
                 own[f"{name} of the optimizer's group {number}"] = plain
     savers = [callback for callback in handler.callbacks if isinstance(callback, Checkpoint)]
@@ -107,12 +108,12 @@ def check_replicas(model: nn.Module, distributed: bool) -> None:
     if distributed:
         dist.all_reduce(ends, dist.ReduceOp.MAX)
     for name, high, low in zip(named, *ends.view(2, -1).tolist(), strict=True):
-        if low == 1:
+        if low == 1 and named[name].requires_grad:  # a frozen one may be a mask
             raise FloatingPointError(
                 f"parameter {name} is not finite: load an earlier checkpoint and lower the "
                 "learning rate"
             )
-        if high + low > TOLERANCE * high:
+        if high + low > TOLERANCE * abs(high):
             raise RuntimeError(
                 f"parameter {name} differs between ranks: its norm is {-low:.9g} to {high:.9g}. "
                 "Something changes weights on each rank by itself, such as a forward pass or a "

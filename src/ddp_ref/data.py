@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 from torch.utils.data.dataloader import default_collate
-from torch.utils.data.dataset import TensorDataset
+from torch.utils.data.dataset import ChainDataset, ConcatDataset, Subset, TensorDataset
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
 from .initialize import dist_info
@@ -149,10 +149,11 @@ def train_loader(
         in_random_order = options.pop("shuffle") is not False
         shard = {"rank": rank, "world_size": world_size, "seed": seed}
         options["sampler"] = TrainSampler(size, shuffle=in_random_order, **shard)
-    if options.get("persistent_workers") and hasattr(dataset, "set_epoch"):
+    learns = [type(part).__name__ for part in parts_of(dataset) if hasattr(part, "set_epoch")]
+    if options.get("persistent_workers") and learns:
         raise ValueError(
-            f"{type(dataset).__name__}.set_epoch would not reach the copies of the data set in "
-            "persistent workers: leave out persistent_workers"
+            f"{learns[0]}.set_epoch would not reach the copies of the data set in persistent "
+            "workers: leave out persistent_workers"
         )
     return Loader(dataset, seed_from(seed, rank), **options)
 
@@ -265,12 +266,27 @@ def samples_per_batch(loader: DataLoader[Any]) -> int:
 
 def seek(loader: Any, epoch: int, samples_seen: int) -> None:
     """Tell the data set and the samplers the epoch, and a TrainSampler where to start."""
-    outer = loader.batch_sampler
-    for part in (loader.dataset, loader.sampler, outer, getattr(outer, "sampler", None)):
+    outer, own = loader.batch_sampler, loader.sampler
+    for part in (*parts_of(loader.dataset), own, outer, getattr(outer, "sampler", None)):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
-    if isinstance(loader.sampler, TrainSampler):
-        loader.sampler.set_epoch(epoch, samples_seen)
+    if isinstance(own, TrainSampler):
+        if (size := len(loader.dataset)) != own.size:
+            raise ValueError(
+                f"the data set now has {size} items, and had {own.size} when its loader was made: "
+                "call set_train_loader again in on_epoch_start"
+            )
+        own.set_epoch(epoch, samples_seen)
+
+
+def parts_of(dataset: Any) -> Iterator[Any]:
+    """Yield a data set and, within torch's Subset, ConcatDataset or ChainDataset, its parts."""
+    yield dataset
+    inner = [dataset.dataset] if isinstance(dataset, Subset) else []
+    if isinstance(dataset, ConcatDataset | ChainDataset):
+        inner = list(dataset.datasets)
+    for part in inner:
+        yield from parts_of(part)
 
 
 def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -295,7 +311,7 @@ def _unpack(data: Any, batch_size: int | None, given: Any) -> tuple[Any, dict[st
         options = {name: getattr(data, name) for name in kept}
         if data.batch_size is None and data.batch_sampler is not None:
             options["batch_sampler"] = data.batch_sampler
-        elif (shuffles := _shuffles(data.sampler)) is not None:
+        elif (shuffles := _shuffles(data.sampler, data.dataset)) is not None:
             options["shuffle"] = shuffles
         elif not isinstance(data.dataset, IterableDataset):
             options["sampler"] = data.sampler
@@ -308,13 +324,13 @@ def _unpack(data: Any, batch_size: int | None, given: Any) -> tuple[Any, dict[st
     return data, {"shuffle": None} | options
 
 
-def _shuffles(sampler: Any) -> bool | None:
+def _shuffles(sampler: Any, dataset: Any) -> bool | None:
     """Say whether `sampler` shuffles; None if it may not give all items, each once."""
     if isinstance(sampler, TrainSampler):
         return sampler.shuffle
     if type(sampler) is RandomSampler and not sampler.replacement:
-        return True if sampler.num_samples == len(sampler.data_source) else None
-    return False if type(sampler) is SequentialSampler else None
+        return True if sampler.num_samples == len(dataset) else None
+    return False if type(sampler) is SequentialSampler and len(sampler) == len(dataset) else None
 
 
 def _check_sampler(name: str, sampler: Any, rank: int, world_size: int) -> None:

@@ -164,7 +164,7 @@ class Handler:
         self.steps_per_epoch: int | None = None  #: for data without a length
         self._samples_per_batch = 1  # over all ranks
         self._stream: Iterator[Any] | None = None
-        self._compared: Any = None  # the loaders whose data the ranks have compared
+        self._compared: dict[str, Any] = {}  # the loaders whose data the ranks have compared
         self._tried_to_save = False
 
     # Data
@@ -339,7 +339,8 @@ class Handler:
     def _run_step(self, batches: list[tuple[Any, int | None]]) -> None:
         """Take one optimizer step with the mean gradient over the samples of all batches."""
         counts = [count_of(batch, items, self.count) for batch, items in batches]
-        world_size = self.info.world_size if self.count else 1  # else all ranks have equal counts
+        padded = isinstance(self.train_loader.sampler, loading.TrainSampler)  # to equal counts
+        world_size = self.info.world_size if self.count or not padded else 1
         weight = weight_of(counts, world_size, self.device)
         skips = self.on_nonfinite == "skip"
         before = (self._sums.count, self._sums.totals.clone()) if skips else None
@@ -614,13 +615,24 @@ class Handler:
     # Evaluation
 
     def validate(self) -> dict[str, float]:
-        """Return the mean loss ("loss") and metrics over the validation set, on every rank."""
+        """Return the mean loss ("loss") and metrics over the validation set, on every rank.
+
+        Raises:
+            ValueError: If there is no validation data. On all ranks, if they have other data.
+            RuntimeError: On all ranks, if a parameter differs between them.
+        """
         if self._val_loader is None:
             raise ValueError("there is no validation data: call set_val_loader first")
-        if self.distributed:
-            items = len(self._val_loader.dataset)
-            check_same("Handler.validate", {"number of validation items": items}, {}, self.device)
+        self._compare("Handler.validate", "validation", self._val_loader)
         return self._evaluate(self._val_loader, self._val_loader, self.distributed)
+
+    def _compare(self, call: str, name: str, loader: Any) -> None:
+        """Raise on all ranks if they would evaluate other data or with other parameters."""
+        if self.distributed:
+            own = {f"number of {name} items": len(loader.dataset)}
+            known = self._compared.get(name) is loader
+            check_same(call, own, {} if known else {name: loader}, self.device)
+            check_replicas(self.module, self.distributed)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean loss and metrics over `batches`, on this rank alone (not collective).
@@ -668,7 +680,9 @@ class Handler:
             dimensions, such as a loss, are left out.
 
         Raises:
-            ValueError: If the model does not return one row per item.
+            ValueError: If the model does not return one row per item. On all ranks, if they have
+                other data.
+            RuntimeError: On all ranks, if a parameter differs between them.
             TypeError: If it returns anything else, such as a list or a nested dict.
         """
 
@@ -676,7 +690,7 @@ class Handler:
             forward = self.forward
             return forward(model, batch)[0] if forward else model(_inputs_of(batch))
 
-        return self._map(outputs, data, batch_size, loader)
+        return self._map("Handler.predict", outputs, data, batch_size, loader)
 
     def log_likelihood(
         self, data: Dataset[Any] | DataLoader[Any], batch_size: int | None = None, **loader: Any
@@ -689,11 +703,16 @@ class Handler:
             **loader: Anything else that DataLoader takes, except shuffling and samplers.
         """
         method = self.module.log_likelihood
-        return self._map(lambda _, batch: method(_inputs_of(batch)), data, batch_size, loader)
 
-    def _map(self, function: Any, data: Any, batch_size: int | None, options: Any) -> Any:
+        def outputs(_: nn.Module, batch: Any) -> Any:
+            return method(_inputs_of(batch))
+
+        return self._map("Handler.log_likelihood", outputs, data, batch_size, loader)
+
+    def _map(self, call: str, function: Any, data: Any, batch_size: Any, options: Any) -> Any:
         """Apply `function` to all batches; return its rows in data-set order on rank 0."""
         loader = self._loader(loading.eval_loader, data, batch_size, **options)
+        self._compare(call, "prediction", loader)
         rows, kind = [], None
         with models.evaluating(self.model, self.device) as model:
             for batch, items in zip(loader, loading.items_of_batches(loader), strict=False):

@@ -31,7 +31,7 @@ from .randomness import seed_everything
 PARTS = ("torch.nn.modules", "torch.nn.functional", "torch.optim", "torch.utils.data.dataset")
 ALWAYS_ALLOWED = (*PARTS, "torch.dtype", Callback.__module__)
 DEFAULT_STOPPING = "DefaultEarlyStopping"
-SLOW = "each of the num_workers takes seconds to start under mp.spawn: use torchrun, or 0 workers"
+SLOW = "in each epoch, the num_workers take seconds to start under mp.spawn: use torchrun or 0"
 
 
 def _section(keys: Mapping[str, Any], *required: str) -> dict[str, Any]:
@@ -234,9 +234,9 @@ class TrainerDDP:
         train_set, val_set, test_set = self._datasets()
         order = {"seed": self._seed, "drop_last": self._training.get("drop_last", False)}
         return (
-            train_loader(train_set, **order, **self._loading("training", train_set)),
-            eval_loader(val_set, **self._loading("validation", val_set)),
-            eval_loader(test_set, rank=0, world_size=1, **self._loading("testing", test_set)),
+            train_loader(train_set, **order, **self._loading("training")),
+            eval_loader(val_set, **self._loading("validation")),
+            eval_loader(test_set, rank=0, world_size=1, **self._loading("testing")),
         )
 
     def run_training(
@@ -303,7 +303,7 @@ class TrainerDDP:
         val_set, test_set = (_build(d) if d else part for d, part in zip(own, parts, strict=False))
         return parts[2] if any(sizes[:2]) else whole, val_set, test_set
 
-    def _loading(self, name: str, dataset: Any) -> dict[str, Any]:
+    def _loading(self, name: str) -> dict[str, Any]:
         """Return the options of a section's loader."""
         section = self._config.get(name, {})
         workers, start = section.get("num_workers", 0), multiprocessing.get_start_method(True)
@@ -313,8 +313,6 @@ class TrainerDDP:
         if self.info.device.type == "cpu":
             options["pin_memory"] = False  # it speeds up copies to a GPU; without one, torch warns
         options["batch_size"] = section.get("batch_size", self._training["batch_size"])
-        # Persistent workers keep a copy of the data set, which set_epoch would not reach.
-        options["persistent_workers"] = workers > 0 and not hasattr(dataset, "set_epoch")
         return options | {"collate_fn": self._training.get("collate_fn")}
 
     def _results(self, part: str) -> list[dict[str, float]]:
