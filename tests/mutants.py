@@ -56,8 +56,8 @@ different-data-unnoticed
 drift-unnoticed
     Ranks whose parameters differ go on.
     agreement.py | tests/test_agreement.py -k drift
-    - if high + low > TOLERANCE * high:
-    + if high + low > high:
+    - if high + low > TOLERANCE * abs(high):
+    + if high + low > abs(high):
 short-sampler
     A loader that ends early on one rank is a hang.
     data.py | tests/test_data.py -k ends_early
