@@ -38,10 +38,10 @@ WAITS = re.compile(  # in these files and functions, a rank waits for the others
     r"torch/distributed/(distributed_c10d|rendezvous|utils|_functional_collectives)\.py (?!__torch)"
     r"|torch/nn/parallel/distributed\.py (_pre_forward|_distributed_broadcast_coalesced)"
     r"|torch/(autograd/graph\.py _engine_run_backward|cuda/__init__\.py synchronize)"
-    r"|/(initialize\.py (_exchange|_wait_for_master)|decorators\.py _wait)"
+    r"|/(initialize\.py (_connect|_exchange|_wait_for_master)|decorators\.py _wait)"
 )
-LIBRARY = PASSED + r"|(site|dist)-packages/|/torch/torch/"
-OURS = "decorators.py", "initialize.py", "workers.py"  # of ddp_ref, whatever your copy is called
+LIBRARY = PASSED + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers)"
+OURS = "decorators.py", "initialize.py", "workers.py"  # of ddp_ref under another name
 WRAPPERS = {"wrapper", "inner", "inner_func", "_call_impl", "_wrapped_call_impl"}
 NAMES = {"backward": "backward (DDP's all-reduce)", "__exit__": "on_rank"}
 NAMES |= dict.fromkeys(("__torch_dispatch__", "__repr__", "trigger_wait"), "wait_tensor")

@@ -164,22 +164,6 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
         next(endless(DataLoader([])))
 
 
-def check_ranks_with_batches_of_different_sizes_take_the_mean_over_all_samples():
-    ends = [(number + 1) * (number + 2) // 2 for number in range(-1, world_size())]
-    data = Points(ends[-1])
-
-    class Stream(IterableDataset):  # rank 0 has an item, rank 1 two items
-        def __iter__(self):
-            return (data[index] for index in range(*ends[rank() : rank() + 2]))
-
-    handler, expected = job(), network()
-    handler.set_train_loader(Stream(), 9, steps_per_epoch=1)
-    handler.train(1)
-    nn.functional.cross_entropy(expected(data.inputs), data.targets).backward()
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    torch.testing.assert_close(flat(handler.module), flat(expected))
-
-
 # Outputs and metrics
 
 

@@ -131,8 +131,8 @@ children-left-behind
 saved-though-not-finite
     A checkpoint is written although a weight is not finite.
     agreement.py | tests/test_handler.py -k not_finite_are_not_saved
-    - if low == 1 and named
-    + if False and named
+    - if low == 1 and finite
+    + if False and finite
 maximum-of-a-loss
     ReduceLROnPlateau(mode='max') gets the loss.
     settings.py | tests/test_adoption.py -k constructor_gives

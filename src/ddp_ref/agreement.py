@@ -45,8 +45,7 @@ def shared(handler: "Handler", epochs: int, max_steps: int | None) -> dict[str, 
     own["interval of the scheduler"] = handler.scheduler_unit
     for number, group in enumerate(group_settings(handler.optimizer)):
         for name, value in group.items():
-            is_number = isinstance(value, Tensor) and value.numel() == 1
-            plain = value.item() if is_number else value
+            plain = value.item() if isinstance(value, Tensor) else value
             if isinstance(plain, int | float | str | tuple | None):
                 own[f"{name} of the optimizer's group {number}"] = plain
     savers = [callback for callback in handler.callbacks if isinstance(callback, Checkpoint)]
@@ -91,11 +90,11 @@ def check_same(
         raise ValueError(f"all ranks must have the same {name}, but found {text:.600}{way}")
 
 
-def check_replicas(model: nn.Module, distributed: bool) -> None:
+def check_replicas(model: nn.Module, distributed: bool, finite: bool = True) -> None:
     """Raise on all ranks if a parameter is not finite, or differs between ranks (collective).
 
     Raises:
-        FloatingPointError: If a parameter is not finite: training cannot recover from that.
+        FloatingPointError: If `finite`, and a trainable parameter is not: training cannot recover.
         RuntimeError: If it differs.
     """
     left_out = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # DDP's own name for it
@@ -108,7 +107,7 @@ def check_replicas(model: nn.Module, distributed: bool) -> None:
     if distributed:
         dist.all_reduce(ends, dist.ReduceOp.MAX)
     for name, high, low in zip(named, *ends.view(2, -1).tolist(), strict=True):
-        if low == 1 and named[name].requires_grad:  # a frozen one may be a mask
+        if low == 1 and finite and named[name].requires_grad:  # a frozen one may be a mask
             raise FloatingPointError(
                 f"parameter {name} is not finite: load an earlier checkpoint and lower the "
                 "learning rate"
@@ -152,7 +151,7 @@ def items_of(
     state = generator_state(device)
     seed_everything(0)
     try:
-        which = [part * (size - 1) // (DRAWN - 1) for part in range(DRAWN)] if size else []
+        which = sorted({part * (size - 1) // (DRAWN - 1) for part in range(DRAWN)}) if size else []
         options |= {"batch_sampler": [which] * times, "collate_fn": _seeded}
         drawn = " or ".join(dict.fromkeys(DataLoader(loader.dataset, **options)))
     finally:

@@ -149,11 +149,10 @@ def train_loader(
         in_random_order = options.pop("shuffle") is not False
         shard = {"rank": rank, "world_size": world_size, "seed": seed}
         options["sampler"] = TrainSampler(size, shuffle=in_random_order, **shard)
-    learns = [type(part).__name__ for part in parts_of(dataset) if hasattr(part, "set_epoch")]
-    if options.get("persistent_workers") and learns:
+    if options.get("persistent_workers") and (learning := learners(dataset)):
         raise ValueError(
-            f"{learns[0]}.set_epoch would not reach the copies of the data set in persistent "
-            "workers: leave out persistent_workers"
+            f"{type(learning[0]).__name__}.set_epoch would not reach the copies of the data set in "
+            "persistent workers: leave out persistent_workers"
         )
     return Loader(dataset, seed_from(seed, rank), **options)
 
@@ -266,27 +265,28 @@ def samples_per_batch(loader: DataLoader[Any]) -> int:
 
 def seek(loader: Any, epoch: int, samples_seen: int) -> None:
     """Tell the data set and the samplers the epoch, and a TrainSampler where to start."""
-    outer, own = loader.batch_sampler, loader.sampler
-    for part in (*parts_of(loader.dataset), own, outer, getattr(outer, "sampler", None)):
+    dataset, own, outer = loader.dataset, loader.sampler, loader.batch_sampler
+    size = length_or_none(dataset)
+    for part in (*learners(dataset), own, outer, getattr(outer, "sampler", None)):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
+    if (now := length_or_none(dataset)) != size:
+        raise ValueError(
+            f"set_epoch has changed the length of the data set from {size} to {now}: call it in "
+            "on_epoch_start, and then set_train_loader"
+        )
     if isinstance(own, TrainSampler):
-        if (size := len(loader.dataset)) != own.size:
-            raise ValueError(
-                f"the data set now has {size} items, and had {own.size} when its loader was made: "
-                "call set_train_loader again in on_epoch_start"
-            )
         own.set_epoch(epoch, samples_seen)
 
 
-def parts_of(dataset: Any) -> Iterator[Any]:
-    """Yield a data set and, within torch's Subset, ConcatDataset or ChainDataset, its parts."""
-    yield dataset
+def learners(dataset: Any) -> list[Any]:
+    """Return what has a `set_epoch`: the data set, or those in its Subset or ConcatDataset."""
+    if hasattr(dataset, "set_epoch"):
+        return [dataset]
     inner = [dataset.dataset] if isinstance(dataset, Subset) else []
     if isinstance(dataset, ConcatDataset | ChainDataset):
         inner = list(dataset.datasets)
-    for part in inner:
-        yield from parts_of(part)
+    return list({id(each): each for part in inner for each in learners(part)}.values())
 
 
 def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
@@ -327,7 +327,7 @@ def _unpack(data: Any, batch_size: int | None, given: Any) -> tuple[Any, dict[st
 def _shuffles(sampler: Any, dataset: Any) -> bool | None:
     """Say whether `sampler` shuffles; None if it may not give all items, each once."""
     if isinstance(sampler, TrainSampler):
-        return sampler.shuffle
+        return sampler.shuffle if sampler.size == len(dataset) else None
     if type(sampler) is RandomSampler and not sampler.replacement:
         return True if sampler.num_samples == len(dataset) else None
     return False if type(sampler) is SequentialSampler and len(sampler) == len(dataset) else None

@@ -53,8 +53,8 @@ class Handler:
             gets the batch as loaded, on the CPU. Gradients are then means over all counted samples
             of all ranks, even if the counts differ. For a count of 0 the loss must still have
             finite gradients. Default: the first dimension of the targets. For a batch that is not
-            a pair, `num_graphs` or the first dimension of its first tensor. It should be the same
-            on all ranks.
+            a pair, `num_graphs` or the first dimension of its first tensor. Without `count`, all
+            batches of a step weigh the same on each rank, so pass it if their sizes differ.
         metrics: By name, functions called like `loss_fn`, each a mean over samples. In validation
             also objects with `update(outputs, targets)`, `compute()` and `reset()`, such as those
             of torchmetrics. `compute` is called once, returns one number and reduces over ranks
@@ -339,8 +339,7 @@ class Handler:
     def _run_step(self, batches: list[tuple[Any, int | None]]) -> None:
         """Take one optimizer step with the mean gradient over the samples of all batches."""
         counts = [count_of(batch, items, self.count) for batch, items in batches]
-        padded = isinstance(self.train_loader.sampler, loading.TrainSampler)  # to equal counts
-        world_size = self.info.world_size if self.count or not padded else 1
+        world_size = self.info.world_size if self.count else 1  # else all ranks have equal counts
         weight = weight_of(counts, world_size, self.device)
         skips = self.on_nonfinite == "skip"
         before = (self._sums.count, self._sums.totals.clone()) if skips else None
@@ -628,11 +627,13 @@ class Handler:
 
     def _compare(self, call: str, name: str, loader: Any) -> None:
         """Raise on all ranks if they would evaluate other data or with other parameters."""
+        models.use_device(self.device)
         if self.distributed:
             own = {f"number of {name} items": len(loader.dataset)}
             known = self._compared.get(name) is loader
             check_same(call, own, {} if known else {name: loader}, self.device)
-            check_replicas(self.module, self.distributed)
+            self._compared[name] = loader
+            check_replicas(self.module, self.distributed, finite=False)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
         """Return the mean loss and metrics over `batches`, on this rank alone (not collective).
