@@ -26,7 +26,7 @@ class Lines(IterableDataset):
     def __iter__(self):
         worker = get_worker_info()
         workers, own = (worker.num_workers, worker.id) if worker else (1, 0)
-        first = self.rank * workers + own
+        first = own * self.world_size + self.rank
         return islice(read(), first, None, self.world_size * workers)
 
 
