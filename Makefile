@@ -148,7 +148,7 @@ gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md
 drill: $(READY)  ## run a job ROUNDS times with random faults, drawn from SEED; srun after slurm-up
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)
 
-test-hangs: $(READY)  ## let 74 jobs hang or be slow and see whether find_hang.py names the rank: 20 minutes
+test-hangs: $(READY)  ## let 88 jobs hang or be slow and see whether find_hang.py names the rank: 20 minutes
 	$(BIN)/python drill/hangs.py $(ARGS)
 
 bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benchmarks.md: half an hour, idle

@@ -95,7 +95,7 @@ class Result(NamedTuple):
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=4, help="of each hang (4); 2 if healthy")
+    parser.add_argument("--rounds", type=int, default=5, help="of each hang (5); 2 if healthy")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES, metavar="CASE")
     args = parser.parse_args()
     results = []

@@ -623,6 +623,7 @@ class Handler:
         if self._val_loader is None:
             raise ValueError("there is no validation data: call set_val_loader first")
         self._compare("Handler.validate", "validation", self._val_loader)
+        self._compared["validation"] = self._val_loader
         return self._evaluate(self._val_loader, self._val_loader, self.distributed)
 
     def _compare(self, call: str, name: str, loader: Any) -> None:
@@ -632,7 +633,6 @@ class Handler:
             own = {f"number of {name} items": len(loader.dataset)}
             known = self._compared.get(name) is loader
             check_same(call, own, {} if known else {name: loader}, self.device)
-            self._compared[name] = loader
             check_replicas(self.module, self.distributed, finite=False)
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, float]:
