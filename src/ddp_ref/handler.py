@@ -54,7 +54,7 @@ class Handler:
             of all ranks, even if the counts differ. For a count of 0 the loss must still have
             finite gradients. Default: the first dimension of the targets. For a batch that is not
             a pair, `num_graphs` or the first dimension of its first tensor. Without `count`, all
-            batches of a step weigh the same on each rank, so pass it if their sizes differ.
+            ranks weigh the same in a step, so pass it if their batches differ in size.
         metrics: By name, functions called like `loss_fn`, each a mean over samples. In validation
             also objects with `update(outputs, targets)`, `compute()` and `reset()`, such as those
             of torchmetrics. `compute` is called once, returns one number and reduces over ranks
