@@ -40,8 +40,8 @@ WAITS = re.compile(  # in these files and functions, a rank waits for the others
     r"|torch/(autograd/graph\.py _engine_run_backward|cuda/__init__\.py synchronize)"
     r"|/(initialize\.py (_connect|_exchange|_wait_for_master)|decorators\.py _wait)"
 )
-LIBRARY = PASSED + r"|(site|dist)-packages/|/torch/torch/|ddp_ref/(decorators|initialize|workers)"
-OURS = "decorators.py", "initialize.py", "workers.py"  # of ddp_ref under another name
+LIBRARY = PASSED + r"|(site|dist)-packages/|/torch/torch/"
+OURS = "decorators.py", "initialize.py", "workers.py"  # of ddp_ref, whatever its folder is called
 WRAPPERS = {"wrapper", "inner", "inner_func", "_call_impl", "_wrapped_call_impl"}
 NAMES = {"backward": "backward (DDP's all-reduce)", "__exit__": "on_rank"}
 NAMES |= dict.fromkeys(("__torch_dispatch__", "__repr__", "trigger_wait"), "wait_tensor")
@@ -284,8 +284,9 @@ def own(frames: Frames) -> Frames:
 
 
 def in_library(path: str) -> bool:
-    ours = Path(path).name in OURS and Path(path).with_name("launch.py").exists()
-    return ours or bool(re.search(LIBRARY, path))
+    file = Path(path)
+    copied = file.parent.name == "ddp_ref" or file.with_name("launch.py").exists()
+    return (file.name in OURS and copied) or bool(re.search(LIBRARY, path))
 
 
 def describe(frame: dict[str, Any]) -> str:

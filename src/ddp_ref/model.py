@@ -178,10 +178,10 @@ def gather_parts(batches: list[dict[Any, Tensor]], items: int, kind: Any, distri
         distributed: Whether there are other ranks.
     """
     own = {tuple((n, r.shape[1:], r.dtype) for n, r in rows.items()) for rows in batches}
-    every = exchange_objects((items, own)) if distributed else [(items, own)]
+    every = exchange_objects(own) if distributed else [own]
     # A rank without items cannot tell which kind of outputs the other ranks have.
-    kinds = set().union(*(kinds for _, kinds in every)) or {((None, torch.Size(), torch.float32),)}
-    if len(kinds) > 1 or len({number for number, _ in every}) > 1:
+    kinds = set().union(*every) or {((None, torch.Size(), torch.float32),)}
+    if len(kinds) > 1:
         raise ValueError(
             "all ranks must have the same data, and outputs with rows of one shape and dtype, not "
             f"{' or '.join(map(str, kinds))} for {items} items here: pad or convert them"
