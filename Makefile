@@ -33,6 +33,7 @@ TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node=$(NPROC)
 PACKAGE := adoption agreement callbacks checkpoint collectives configuration copy data faults \
 	handler initialize launch on_rank parallel_execution run_folder run_ranks train_from_yaml trainer
 PACKAGE_TESTS := $(PACKAGE:%=tests/test_%.py)
+WITH_LONG := -m 'not slurm and not exercises and not site'
 
 unexport PYTHONDONTWRITEBYTECODE  # each of a thousand processes would compile the package again
 
@@ -87,7 +88,7 @@ test: $(READY)  ## run the tests, except the long ones: real processes, no root 
 	$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(READY)  ## run the long tests as well
-	$(BIN)/python -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
+	$(BIN)/python -m pytest $(WITH_LONG) $(ARGS)
 
 ifneq ($(filter test-torch,$(MAKECMDGOALS)),)
     $(if $(TORCH),,$(error name a version, such as make test-torch TORCH=2.8.0))
@@ -114,7 +115,7 @@ test-mutants: $(READY)  ## break the package in 24 ways and count how many the t
 
 test-coverage: $(READY)  ## run the tests and tell which lines and branches of the package they reach
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -m 'not slurm and not exercises and not site' $(ARGS)
+	$(BIN)/coverage run -m pytest $(WITH_LONG) $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --show-missing --skip-covered
 
@@ -148,7 +149,7 @@ gpu-report:  ## on a machine with GPUs: test and measure there, into docs/gpu.md
 drill: $(READY)  ## run a job ROUNDS times with random faults, drawn from SEED; srun after slurm-up
 	$(BIN)/python drill/drill.py --rounds $(ROUNDS) --seed $(SEED) --jobs 2 $(ARGS)
 
-test-hangs: $(READY)  ## let 88 jobs hang or be slow and see whether find_hang.py names the rank: 20 minutes
+test-hangs: $(READY)  ## let 88 jobs hang or be slow and see whether find_hang.py names the rank: 12 minutes
 	$(BIN)/python drill/hangs.py $(ARGS)
 
 bench: $(PEERS)  ## measure ddp_ref beside raw DDP and its peers, into docs/benchmarks.md: half an hour, idle

@@ -35,12 +35,10 @@ ROUNDS = {
     "batch_norm": ("batch_norm", ["kill all but one", "step fails everywhere"]),
     "frozen": ("plain", ["stop rank 0", "kill the coordinator", "join"]),
 }
+LONG = [pytest.param(name, marks=pytest.mark.full) for name in [*ROUNDS][1:]]
 
 
-FROZEN = pytest.param("frozen", marks=pytest.mark.full)
-
-
-@pytest.mark.parametrize("name", ["kill", "at a moment", "batch_norm", FROZEN])
+@pytest.mark.parametrize("name", ["kill", *LONG])
 def test_samples_and_weights_are_those_of_a_run_without_faults(name, plain):
     variant, faults = ROUNDS[name]
     result = run_round(0, plain, variant, faults, pace=0.03)
@@ -82,6 +80,7 @@ def pids(running, number=2):
     return [int(pid) for pid in line.split()]
 
 
+@pytest.mark.full
 def test_strangers_and_a_wrong_token_do_not_disturb_the_training(tmp_path):
     path, port = script(tmp_path, "elastic.ALONE = 2", worker=SLOW), free_port()
     with start(path, token="a-secret", port=port) as running:
@@ -152,6 +151,7 @@ def test_a_bug_in_the_loop_ends_with_its_traceback(tmp_path):
     assert "step 6" not in ended.stdout
 
 
+@pytest.mark.full
 def test_a_frozen_worker_is_left_out_and_comes_back(tmp_path):
     """The heartbeat finds it: the collectives would wait for a quarter of an hour."""
     line = "elastic.TIMEOUT = elastic.timedelta(seconds=900)"
@@ -218,6 +218,7 @@ def test_nobody_starts_from_scratch_while_a_worker_lives_that_has_trained():
             assert elastic.receive(worker)[:4] == ["open", group + 2, 0, 2]
 
 
+@pytest.mark.full
 def test_a_worker_that_hangs_does_not_keep_the_launcher(tmp_path):
     """Its thread still sends signs of life when the others have finished without it."""
     hang = "def backward(self, *args):\n    if self.step == 50 and args[1]: time.sleep(900)\n"
@@ -234,6 +235,7 @@ def test_a_coordinator_to_which_nobody_comes_ends_with_one_line(tmp_path):
     assert ended.code == 1 and ended.stderr == "error: no worker has finished\n"
 
 
+@pytest.mark.full
 def test_the_script_of_the_page_survives_a_death_and_resumes(tmp_path):
     """After the death of all, its weights are still those of a run without a death."""
     page = (ROOT / "docs/elastic.md").read_text()

@@ -144,6 +144,7 @@ def test_a_dump_cannot_run_code(tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.full
 def test_a_rank_of_a_job_that_was_restarted(freeze, tmp_path):
     job = torchrun(2, freeze, "RANK", "WORLD_SIZE", restarts=1)
     with Running(*job, cwd=tmp_path) as running:

@@ -141,6 +141,7 @@ def test_two_nodes(tmp_path):
     assert [line[:4] for line in shown(tmp_path)] == [[True, r, r % 2, 4] for r in range(4)]
 
 
+@pytest.mark.full
 def test_restarted_ranks_meet_again(tmp_path):
     """torchrun's agent keeps its store, but restarted ranks never read what a dead rank left.
 

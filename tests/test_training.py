@@ -78,7 +78,10 @@ def one_process(tmp_path_factory):
     return history(result.stdout), weights(folder / "checkpoint.pt")
 
 
-@pytest.mark.parametrize("script", ["multigpu_spawn", "multigpu_torchrun", "multinode_slurm"])
+ON_SLURM = pytest.param("multinode_slurm", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("script", ["multigpu_spawn", "multigpu_torchrun", ON_SLURM])
 def test_ranks(tmp_path, one_process, script):
     """Two processes with a batch of 32 learn what one process with a batch of 64 learns."""
     text = train(tmp_path, script, 2, "3", "2").stdout
