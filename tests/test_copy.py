@@ -49,6 +49,7 @@ assert not any(name.startswith("ddp_ref") for name in sys.modules)
 """
 
 
+@pytest.mark.full
 def test_handler_trains_on_two_ranks_without_the_optional_modules(tmp_path):
     modules = {path.stem for path in PACKAGE.glob("*.py")}
     copy_package(tmp_path, modules - {"__init__", "figures", "trainer", "workers"})

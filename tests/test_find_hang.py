@@ -184,6 +184,7 @@ def test_a_copy_of_the_package_may_have_another_name(tmp_path):
     assert "rank 1, which stands still: late.py:7 in is_late" in found
 
 
+@pytest.mark.first
 @pytest.mark.full
 def test_hangs_on_purpose(tmp_path):
     """A part of `make test-hangs`."""

@@ -130,6 +130,7 @@ def test_open_close_and_reopen_under_torchrun(tmp_path):
     assert shown(tmp_path) == [[True, r, r, 3, "cpu", threads] for r in range(3)]
 
 
+@pytest.mark.full
 def test_two_nodes(tmp_path):
     """Two torchrun agents on this host act as two nodes, so local ranks differ from ranks."""
     options = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-id=two", "--rdzv-backend=c10d"]

@@ -7,6 +7,7 @@ import torch
 from harness import SCRIPTS, Running, free_port, run, torchrun
 from torch.testing import assert_close
 
+pytestmark = pytest.mark.full
 EPOCHS = 12
 # Otherwise, a rank that was restarted may look for the address of a dead one (pytorch#135712).
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -57,7 +58,6 @@ def start_nodes(*folders):
         return one.wait(), two.wait()
 
 
-@pytest.mark.full
 def test_nodes_resume_from_the_same_snapshot(tmp_path, unbroken):
     """With another one on each node, or one without any, all ranks stop with one line."""
     folders = [tmp_path / "one", tmp_path / "two"]

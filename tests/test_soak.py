@@ -7,6 +7,7 @@ import pytest
 from harness import ROOT, run
 
 
+@pytest.mark.first
 @pytest.mark.full
 def test_a_run_with_faults_ends_at_the_same_weights(tmp_path):
     flags = ["--epochs", "4", "--every", "1", "--seed", "1"]

@@ -59,6 +59,7 @@ def test_each_rank_started_with_nproc_prints_its_own_error(tmp_path, failure, sa
     assert ended.code == 1 and re.search(f"error: {said}\n", ended.stderr), ended.stderr
 
 
+@pytest.mark.full
 def test_a_signal_to_the_parent_reaches_the_ranks_which_save(tmp_path):
     settings = ["training.path=elsewhere", "--set", "training.num_epochs=9999"]
     with Running(*COMMAND, "--set", *settings, cwd=tmp_path) as running:
