@@ -95,7 +95,7 @@ ifneq ($(filter test-torch,$(MAKECMDGOALS)),)
 endif
 
 test-torch: $(READY)  ## run the package's tests with another torch: TORCH=2.8.0
-	$(BIN)/python -m pytest $(PACKAGE_TESTS) $(ARGS)
+	$(BIN)/python -m pytest $(WITH_LONG) $(PACKAGE_TESTS) $(ARGS)
 
 test-clients: $(CLIENTS)/.ready  ## run ports of PyTorch Geometric, Hugging Face and others
 	$(CLIENTS)/bin/python -m pytest -n 2 tests/clients $(ARGS)

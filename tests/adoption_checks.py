@@ -147,6 +147,8 @@ def check_ranks_take_the_same_number_of_steps_from_streams_of_different_lengths(
         return model(batch[0]), batch[1]
 
     handler = job(forward=record_batch, accumulate=2)
+    with pytest.raises(ValueError, match="pass steps_per_epoch for data without a length"):
+        handler.set_train_loader(Stream(), 2)
     if dist.is_initialized():
         handler.set_train_loader(Stream(), 2, steps_per_epoch=3 + (rank() > 0))
         with pytest.raises(ValueError, match=r"steps left .*, but found 3 on rank 0; 4 on rank 1"):

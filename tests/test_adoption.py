@@ -44,6 +44,11 @@ TAKEN[0].handler = "another"
     ("options", "text"),
     [
         ({"clip_norm": 0}, "clip_norm must be a number above 0"),
+        ({"accumulate": 0}, "accumulate must be an integer of at least 1, not 0"),
+        ({"precision": "fp61"}, "precision must be"),
+        ({"precision": "fp16"}, 'use "bf16"'),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite must be"),
+        ({"device": "gpu:one"}, "device must read like"),
         ({"accumulate": 2, "ddp_options": {"static_graph": True}}, "static_graph does not work"),
         (
             {"optimizer": lambda own: torch.optim.SGD([*own, nn.Parameter(torch.ones(1))])},
@@ -54,6 +59,8 @@ TAKEN[0].handler = "another"
             "the scheduler was created with another optimizer",
         ),
         ({"scheduler": lambda o: Recorded(o, mode="max")}, "cannot use the loss of each epoch"),
+        ({"metrics": [accuracy]}, "metrics must be a dict of functions"),
+        ({"metrics": {"accuracy": 0.9}}, "accuracy must be a function of outputs and targets"),
         ({"metrics": {"loss": accuracy}}, "cannot be named"),
         ({"loss_fn": nn.MSELoss(reduction="sum")}, "loss_fn must be a mean, not a sum"),
         ({"callbacks": TAKEN}, "callbacks must be objects, new ones for each Handler, not <"),
@@ -78,6 +85,7 @@ def test_errors_that_the_constructor_gives_in_one_line(options, text):
             {"size": 2, "loader": {"drop_last": True}},
             "rank 0 has no batch of training data: lower batch_size, which is 3,",
         ),
+        ({"forward": lambda model, batch: 0.5}, r"forward must return \(outputs, targets\)"),
         # Boxes of images
         (
             {"loader": {"collate_fn": lambda rows: (torch.ones(3), [torch.ones(9, 4)] * 3)}},

@@ -46,33 +46,6 @@ def test_two_ranks_resume_bit_for_bit(tmp_path, monkeypatch):
     run_ranks(check, nproc=2, timeout=LIMIT)
 
 
-MISTAKES = [
-    ("precision must be", {"precision": "fp61"}),
-    ("on_nonfinite must be", {"on_nonfinite": "ignore"}),
-    ("accumulate must be an integer of at least 1, not 0", {"accumulate": 0}),
-    ("static_graph does not work", {"accumulate": 2, "ddp_options": {"static_graph": True}}),
-    ("metrics must be a dict of functions", {"metrics": [accuracy]}),
-    ("accuracy must be a function of outputs and targets", {"metrics": {"accuracy": 0.9}}),
-    ("callbacks must be objects", {"callbacks": [Callback]}),
-    ('use "bf16"', {"precision": "fp16"}),
-    ("device must read like", {"device": "gpu:one"}),
-    ("the scheduler was created with another optimizer", {"scheduler": lambda o: other_schedule()}),
-    (r"forward must return \(outputs, targets\)", {"forward": lambda model, batch: 0.5}),
-    ("pass steps_per_epoch for data without a length", {"loader": {"steps_per_epoch": 4}}),
-]
-
-
-def other_schedule():
-    return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(network().parameters()), 1)
-
-
-@pytest.mark.parametrize(("message", "options"), MISTAKES)
-def test_a_mistake_is_one_line_before_the_first_step(message, options):
-    with pytest.raises((TypeError, ValueError), match=message) as caught:
-        job(**options).train(1)
-    assert "\n" not in str(caught.value)
-
-
 class Spoils(Callback):
     def on_validation_start(self):
         with torch.no_grad():
